@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgepipe.gateway.origins import Origins, cors_headers, is_own, is_preflight, preflight_headers, shown
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.error_forms import problem_response
+from edgepipe.gateway.ui.paths import UI, is_foreign, is_page_file
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
@@ -27,6 +28,7 @@ _WHERE_KEY = (
     "On the node's machine, the key is in the file api-key of the node's data directory, which "
     "'edgepipe config show' names, or in EDGEPIPE_API_KEY"
 )
+_ONLY_OWN_PAGE = "only this server's own page may use /ui/: open the address of the page itself"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # a host name, as ``--http-name`` takes it
 
 
@@ -78,7 +80,7 @@ class Guard:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
-            origin = self._allowed_origin(headers, self._checked_host(headers, scope))
+            origin = self._allowed_origin(scope, self._checked_host(headers, scope))
             if origin:
                 send = _with_headers(send, cors_headers(origin))
             if origin and is_preflight(scope["method"], headers):
@@ -102,7 +104,7 @@ class Guard:
         given = _key_in(headers)
         if owner := self._owner_by_key(given):
             return owner
-        if scope["path"] in OPEN_PATHS or (is_local(scope) and not self._key_on_loopback):
+        if _is_open(scope) or (is_local(scope) and not self._key_on_loopback):
             return address_of(scope.get("client"))
         text = (
             "the key is wrong"
@@ -124,15 +126,21 @@ class Guard:
             return hosts[0]
         raise HttpProblem(status=421, message=_foreign_host(hosts), code="misdirected_request")
 
-    def _allowed_origin(self, headers: list[tuple[bytes, bytes]], host: str) -> str:
+    def _allowed_origin(self, scope: Scope, host: str) -> str:
         """Return the allowed origin of a web page, empty for the node's own pages and for programs without an origin.
+
+        Requests below ``UI`` act for a person, so only the node's own page may send them.
 
         A page under a container's name for this machine is never the node's own: a network may resolve such a name as
         it likes. Raises HttpProblem for other origins.
         """
-        given = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if is_foreign(scope):
+            raise HttpProblem(status=403, message=_ONLY_OWN_PAGE, code="origin_not_allowed")
         if not given or (len(given) == 1 and is_own(given[0], host=host) and host_name(host) not in _CONTAINER_NAMES):
             return ""
+        if scope["path"].startswith(UI):
+            raise HttpProblem(status=403, message=_ONLY_OWN_PAGE, code="origin_not_allowed")
         if len(given) == 1 and self._origins.allow(given[0]):
             return given[0]
         raise HttpProblem(status=403, message=_foreign_origin(given), code="origin_not_allowed")
@@ -154,6 +162,11 @@ def owner_of(request: Request) -> str:
 def address_of(client: tuple[str, int] | None) -> str:
     """Return the owner of what a client without a key does: its address. No fingerprint has a ``:``."""
     return f"address:{client[0] if client is not None else ''}"
+
+
+def _is_open(scope: Scope) -> bool:
+    """Return whether a request needs no key."""
+    return scope["path"] in OPEN_PATHS or is_page_file(scope)
 
 
 def _key_in(headers: list[tuple[bytes, bytes]]) -> bytes:

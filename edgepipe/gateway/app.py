@@ -35,6 +35,7 @@ from edgepipe.gateway.schema import DetokenizeBody, TokenizeBody
 from edgepipe.gateway.shares import Shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.tokenizing import TokenHandlers
+from edgepipe.gateway.ui.page import Page
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def make_app(
     status_handlers: StatusHandlers,
     rules: AccessRules,
     answers: PiecedAnswers,
+    page: Page,
     requests: Shares,
     memory: Shares,
 ) -> ASGIApp:
@@ -68,7 +70,9 @@ def make_app(
     async def docs(request: Request) -> Response:
         return HTMLResponse(make_page(document, host=request.headers["host"]), headers=_PAGE_HEADERS)
 
-    routes = [Route(each.path, each.handler, methods=[each.method]) for each in endpoints]
+    text_of_root = next(each.handler for each in endpoints if each.path == "/")
+    routes = [*page.routes(text=text_of_root)]
+    routes += [Route(each.path, each.handler, methods=[each.method]) for each in endpoints]
     routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
     app = Starlette(
         routes=routes,
@@ -79,7 +83,7 @@ def make_app(
         exception_handlers={
             HttpProblem: _show_problem,
             EdgepipeError: _show_error,
-            HTTPException: _show_http([route.path for route in routes]),
+            HTTPException: _show_http([each.path for each in endpoints]),
             Exception: _show_bug,
         },
     )

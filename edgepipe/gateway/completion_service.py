@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from edgepipe.children.user_turns import UserTurns
 from edgepipe.clock import Clock
@@ -62,6 +63,11 @@ class PreparedCompletion:
     texts: tuple[str, ...] = ()  # texts of the prompts, if the answer echoes them
     counts: Counts = field(default_factory=Counts)
     keep_s: float | None = None  # how long the model stays loaded afterwards; None: as an earlier request set
+    first_ring: int = 0  # the entry's number of rings when the request began
+
+    def details(self) -> dict[str, Any]:
+        """Return which machines have computed the answer so far, as JSON: several rings after a recovery."""
+        return {"rings": [ring.to_json() for ring in self.entry.rings_since(self.first_ring)]}
 
     def news(self) -> News:
         """Return the news for the client's stream."""
@@ -219,6 +225,7 @@ class CompletionService:
             ),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,
+            first_ring=entry.num_rings,
         )
 
     async def _encode_prompt(

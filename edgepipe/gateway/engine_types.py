@@ -8,12 +8,27 @@ from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, PipelineId
+from edgepipe.safe_text import one_line
 from edgepipe.text.template_defaults import keywords_in
 from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
+from edgepipe.wire.engines import EngineState
 
 _LONGEST_PAUSE_S = 300.0  # longest pause that an engine may report; another node's clock may be wrong
 _MOST_STEPS = 64  # the number is another node's claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The machines that compute a model's answers during one epoch, in the order that a token passes."""
+
+    epoch: int
+    stages: tuple[tuple[str, str], ...]  # name of the machine, its layers as people read them
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value."""
+        stages = [{"machine": machine, "layers": layers} for machine, layers in self.stages]
+        return {"epoch": self.epoch, "stages": stages}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +55,7 @@ class RoutedModel:
     template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
     starts_at_us: int = 0
+    ring: Ring | None = None  # None while no stage is known
 
     @property
     def ready(self) -> bool:
@@ -87,4 +103,13 @@ def _served(entry: nodes.ServedModel) -> RoutedModel:
         names=engine.names,
         starts_at_us=engine.starts_at_us,
         template_keywords=keywords_in(engine.template_keywords),
+        ring=_ring(engine),
     )
+
+
+def _ring(engine: EngineState) -> Ring | None:
+    stages = tuple(
+        (one_line(stage.node_name, most_chars=64), ",".join(part.layers.shown for part in stage.slices))
+        for stage in engine.stages[:_MOST_STEPS]
+    )
+    return Ring(epoch=engine.epoch.counter, stages=stages) if stages else None

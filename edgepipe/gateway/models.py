@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any, Protocol
 
 from edgepipe.errors import CapacityError, ModelUnknown
 from edgepipe.gateway.engine_link import EngineLink
-from edgepipe.gateway.engine_types import RoutedModel
+from edgepipe.gateway.engine_types import Ring, RoutedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.spec.names import canonical_name
 from edgepipe.store.typed_names import meant_names
 from edgepipe.text.conversations.traits import ModelTraits
+
+_MOST_RINGS = 16  # remembered rings of a model: an answer that saw more names the newest
 
 
 class Assets(Protocol):
@@ -107,12 +110,26 @@ class ModelEntry:
 
     def __init__(self, served: RoutedModel, link: EngineLink, load: AssetLoader) -> None:
         self.served = served
+        self.num_rings = 0  # rings that have computed answers so far
+        self._rings: deque[Ring] = deque(maxlen=_MOST_RINGS)  # the newest of them
+        self.update(served)
         self.news = News()
         self.link = link
         self._load = load
         self._assets: Assets | None = None
         self._facts: ModelFacts | None = None
         self._loading = asyncio.Lock()
+
+    def update(self, served: RoutedModel) -> None:
+        """Take the engine's newest report."""
+        self.served = served
+        if served.ring is not None and (not self._rings or self._rings[-1] != served.ring):
+            self._rings.append(served.ring)
+            self.num_rings += 1
+
+    def rings_since(self, num_rings: int) -> Sequence[Ring]:
+        """Return the rings since there were ``num_rings``, that one included; the newest ``_MOST_RINGS`` at most."""
+        return list(self._rings)[-(self.num_rings - num_rings + 1) :]
 
     async def assets(self) -> Assets:
         """Return tokenizer and template, read once. Raises ModelInvalid."""

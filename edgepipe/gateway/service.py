@@ -35,6 +35,8 @@ from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.gateway.turns import Turns
+from edgepipe.gateway.ui.feed import PageFeed
+from edgepipe.gateway.ui.page import Page
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.plain_words import plain
@@ -108,12 +110,18 @@ class Gateway:
         )
         status_handlers = StatusHandlers(models=self._models, metrics=metrics, answers=answers, threads=service.threads)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
+        self._page = Page(
+            feed=PageFeed(node_name=node_name, edgepipe_version=__version__, clock=clock),
+            turns=answers.turns,
+            timeouts=answers.timeouts,
+        )
         self.app: ASGIApp = make_app(
             service=service,
             bodies=self._bodies,
             status_handlers=status_handlers,
             rules=rules or AccessRules(),
             answers=answers,
+            page=self._page,
             requests=request_shares(self._connections.limits.max_connections),
             memory=self._admission.memory,
         )
@@ -123,6 +131,7 @@ class Gateway:
         self._newest = view
         self._view = served_models(view)
         self._loads.update(view.loadable)
+        self._page.feed.update(view)
         self._changed.set()
 
     def not_loaded(self, model: str, error: EdgepipeError) -> None:
@@ -142,6 +151,7 @@ class Gateway:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_alives.run(), name="keep-alives")
+                tasks.create_task(self._page.feed.run(), name="page-samples")
                 while True:
                     await self._changed.wait()
                     self._changed.clear()
@@ -202,7 +212,7 @@ class Gateway:
                 self._entries[key] = entry
                 self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")
                 tasks.create_task(_preload(entry), name=f"preload:{served.name}")
-            self._entries[key].served = served
+            self._entries[key].update(served)
             self._entries[key].news = self._news(served)
             self._entries[key].link.move(served)
             if (expiry := self._away.pop(key, None)) is not None:

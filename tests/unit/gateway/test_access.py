@@ -187,8 +187,7 @@ async def test_a_page_under_a_container_s_name_is_not_the_node_s_own() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("accept", ["text/html,*/*;q=0.8", "*/*"])
-@pytest.mark.parametrize("path", ["/docs", "/"])
+@pytest.mark.parametrize(("path", "accept"), [("/docs", "text/html,*/*;q=0.8"), ("/docs", "*/*"), ("/", "*/*")])
 async def test_a_person_without_a_key_reads_where_it_is(locked: Served, path: str, accept: str) -> None:
     page = await locked.http.get(path, headers={"accept": accept})
     assert page.status_code == 401

@@ -15,6 +15,7 @@ from edgepipe.gateway.protocols.openai.shape import ChatShape, Head, TextShape
 from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 
+_DETAILS_HEADER = "x-edgepipe-details"  # 1: the answer's last part names the machines that computed it
 _ANSWER = fields(
     "id", "object", "created", "model", "choices", "usage", id="string", created="integer", choices="array"
 )
@@ -32,7 +33,7 @@ class OpenAIHandlers:
         prepared = await self.answering.service.chat(
             prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
         )
-        head = self._head("chatcmpl", body, prepared)
+        head = self._head("chatcmpl", body, prepared, with_details=request.headers.get(_DETAILS_HEADER) == "1")
         shape = ChatShape(head, prepared, streams=bool(body.stream))
         return await self.answering.answer(request, prepared, shape, streams=bool(body.stream))
 
@@ -45,12 +46,15 @@ class OpenAIHandlers:
         head = self._head("cmpl", body, prepared)
         return await self.answering.answer(request, prepared, TextShape(head, prepared), streams=bool(body.stream))
 
-    def _head(self, prefix: str, body: RequestBody, prepared: PreparedCompletion) -> Head:
+    def _head(
+        self, prefix: str, body: RequestBody, prepared: PreparedCompletion, *, with_details: bool = False
+    ) -> Head:
         return Head.of(
             body,
             prepared,
             response_id=self.answering.service.ids.new(prefix),
             created_s=int(self.answering.service.clock.wall_s()),
+            with_details=with_details,
         )
 
 

@@ -75,9 +75,18 @@ class Head:
     with_ids: bool  # return_token_ids
     with_usage: bool  # the last event has the usage
     with_running_usage: bool  # every event has the usage so far
+    with_details: bool  # the last event names the machines that computed the answer
 
     @classmethod
-    def of(cls, body: RequestBody, prepared: PreparedCompletion, *, response_id: str, created_s: int) -> Head:
+    def of(
+        cls,
+        body: RequestBody,
+        prepared: PreparedCompletion,
+        *,
+        response_id: str,
+        created_s: int,
+        with_details: bool = False,
+    ) -> Head:
         """Build the head from a request."""
         options = body.stream_options
         served = prepared.entry.served
@@ -90,6 +99,7 @@ class Head:
             with_ids=bool(body.return_token_ids),
             with_usage=bool(options and options.include_usage),
             with_running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            with_details=with_details,
         )
 
     def fields(self, kind: str, prepared: PreparedCompletion) -> dict[str, Any]:
@@ -123,9 +133,10 @@ class _EventShape:
 
     def ending(self) -> bytes:
         """See Shape."""
-        if not self._head.with_usage:
-            return DONE
-        return event(f'{self._prefix}],"usage":{compact(usage(self._prepared))}}}') + DONE
+        parts = f',"usage":{compact(usage(self._prepared))}' if self._head.with_usage else ""
+        if self._head.with_details:
+            parts += f',"edgepipe":{compact(self._prepared.details())}'
+        return (event(f"{self._prefix}]{parts}}}") if parts else b"") + DONE
 
     def error(self, problem: HttpProblem) -> bytes:
         """See Shape."""
@@ -166,6 +177,8 @@ class ChatShape(_EventShape):
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage(self._prepared),
         }
+        if self._head.with_details:
+            body["edgepipe"] = self._prepared.details()
         if self._head.with_ids:
             body["prompt_token_ids"] = self._prepared.completion.requests[0].prompt
         return json_pieces(body)

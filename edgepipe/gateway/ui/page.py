@@ -1,0 +1,89 @@
+"""The page's requests: its files and its event stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.gateway.access import address_of
+from edgepipe.gateway.endpoints import Handler
+from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.streams import EventStream, StreamTimeouts
+from edgepipe.gateway.turns import Turns
+from edgepipe.gateway.ui.feed import PageFeed, event
+from edgepipe.gateway.ui.files import INDEX, PageFiles
+from edgepipe.gateway.ui.paths import FILES, wants_page
+
+MOST_STREAMS = 16  # of a gateway; a stream costs some milliseconds of each second
+MOST_STREAMS_OF_A_CLIENT = 4  # browsers allow six connections to a host
+
+
+class Page:
+    """Handlers of the page. ``feed`` is what its streams send."""
+
+    def __init__(self, *, feed: PageFeed, turns: Turns, timeouts: StreamTimeouts) -> None:
+        self.feed = feed
+        self._files = PageFiles()
+        self._turns = turns
+        self._timeouts = timeouts
+        self._streams: Counter[str] = Counter()  # by client
+
+    def routes(self, *, text: Handler) -> Sequence[BaseRoute]:
+        """Return the routes of the page. ``text``: what clients other than browsers get at ``/``."""
+
+        async def root(request: Request) -> Response:
+            answer = self._files.answer(request, INDEX) if wants_page(request.scope) else None
+            return answer or await text(request)
+
+        return [
+            Route("/", root, methods=["GET"]),
+            Route(FILES + "{name:path}", self._file, methods=["GET"]),
+            Route("/ui/events", self._events, methods=["GET"]),
+        ]
+
+    async def _file(self, request: Request) -> Response:
+        answer = self._files.answer(request, request.path_params["name"])
+        if answer is None:
+            raise HTTPException(404)
+        return answer
+
+    async def _events(self, request: Request) -> Response:
+        """``GET /ui/events``: the view, the history, and each change."""
+        return EventStream(
+            self.feed.events(),
+            opening=(),
+            on_error=_error,
+            place=self._place(address_of(request.scope.get("client"))),
+            timeouts=self._timeouts,
+            turns=self._turns,
+        )
+
+    @contextmanager
+    def _place(self, client: str) -> Generator[None]:
+        """Count a stream while it runs. Raises HttpProblem beyond the limits."""
+        if self._streams[client] >= MOST_STREAMS_OF_A_CLIENT or self._streams.total() >= MOST_STREAMS:
+            raise HttpProblem(
+                status=503,
+                message=f"too many pages are open: {self._streams[client]} of this client, limit "
+                f"{MOST_STREAMS_OF_A_CLIENT}; {self._streams.total()} in all, limit {MOST_STREAMS}. Close some",
+                code="too_many_pages",
+                headers={"Retry-After": "5"},
+            )
+        self._streams[client] += 1
+        try:
+            yield
+        finally:
+            self._streams[client] -= 1
+            if not self._streams[client]:
+                del self._streams[client]
+
+
+def _error(error: EdgepipeError) -> bytes:
+    return event("error", {"what": error.what})

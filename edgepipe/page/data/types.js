@@ -1,0 +1,37 @@
+// Shapes of the events, as edgepipe/gateway/ui/view.py writes them.
+
+/**
+ * @typedef {{weights: number, kv_used: number, kv_free: number, other: number, free: number}} Memory
+ * Bytes of a machine's devices by use.
+ *
+ * @typedef {{what: string, fact: string, next_step: string}} Problem
+ * @typedef {{name: string, backend: string, state: string, error: Problem | null}} Device
+ * @typedef {{model: string, source: string, bytes_done: number, bytes_total: number, copy: boolean}} Transfer
+ *
+ * @typedef {{id: string, name: string, self: boolean, state: string, rtt_ms: number, version: string,
+ *   platform: string, leaving: boolean, draining: boolean, disk_free_bytes: number, devices: Device[],
+ *   memory: Memory, transfers: Transfer[]}} Machine
+ *
+ * @typedef {{id: string, name: string, state: string, since_s: number}} Absent
+ *
+ * @typedef {{machine: string, name: string, device: string, layers: string, num_layers: number,
+ *   weight_bytes: number, kv_bytes: number, busy: number, step_ms: number, one_way_ms: number,
+ *   upload_ms: number}} Stage
+ *
+ * @typedef {{machine: string, link_to: string, reason: string}} LeftOut
+ *
+ * @typedef {{name: string, names: string[], state: string, message: string, progress: number,
+ *   error: Problem | null, starts_at_s: number, context: number, running: number, waiting: number,
+ *   micro_batches: number, in_flight: number, why: string, bottleneck: string, tokens_per_s: number,
+ *   predicted_tokens_per_s: number, latency_ms: number, kv_tokens: number, kv_used_tokens: number,
+ *   epoch: number, recoveries: number, stall_ms: number, advice: string, left_out: LeftOut[],
+ *   stages: Stage[]}} Model
+ *
+ * @typedef {{node: {name: string, version: string}, machines: Machine[], absent: Absent[], models: Model[],
+ *   loadable: string[]}} View
+ *
+ * @typedef {[number, number, number, number]} Sample
+ * Tokens per second, the predicted rate, running and waiting sequences; one a second.
+ */
+
+export {};
