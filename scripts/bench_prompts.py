@@ -23,18 +23,23 @@ the scheduler's time stay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise, product
+from statistics import mean
+from typing import NamedTuple
 
 from figures import Row, at_least, at_most, below
 from parts import Part, run_parts
 from prompt_bound import Bound, lone_bound
-from prompt_cases import Case, Served, beside, lone
+from prompt_cases import Asked, Case, Served, beside, lone, without_prompt
+from prompt_mixes import Mix, make_mixes
 from prompt_runs import measure
 from prompt_trees import serve_before, serve_here
 from prompt_worker import cluster_of
 
-_LAN = "1gbit,0.3ms"
+_LAN, _WIFI = "1gbit,0.3ms", "300mbit,5ms"
 _FOUR, _TWO = "4x rtx4090", "2x rtx4090"
 DENSE = lone(_TWO, "qwen2.5-32b:q4_k_m", _LAN, 24_000)
 LONE = (
@@ -50,6 +55,10 @@ SIMULATED_ONLY = (
 )
 _SIMULATED_TARGET, _RUNTIME_TARGET = 1.15, 1.22  # of the bound
 _AGREEMENT = 8.0  # percent
+_NOISE = 1.05  # ratio of the same code's times in two processes
+_GOALS_S = (0.05, 0.1, 0.3)
+_SEEDS = (1, 2, 3)
+_BUDGETS = (256, 512, 1024, 2048, 4096)  # tokens of a rival's step
 
 
 def lone_simulated_rows(full: bool) -> list[Row]:
@@ -108,6 +117,113 @@ def scaling_rows(full: bool) -> list[Row]:
     return rows
 
 
+def beside_rows(full: bool) -> list[Row]:
+    """A long prompt beside chats, in the simulator; two chats' counts, two rings, two links, three goals."""
+    rows: list[Row] = []
+    for chats, devices, link in product((3, 12), (_TWO, _FOUR), (_LAN, _WIFI)):
+        alone = replace(DENSE, devices=devices, link=link)
+        name = f"beside {chats} chats, {devices}, {link}"
+        rows += _beside_rows(name, alone, chats, _SEEDS if full else _SEEDS[:1])
+    return rows
+
+
+def _beside_rows(name: str, alone: Case, chats: int, seeds: Sequence[int]) -> list[Row]:
+    """Judge each goal by the worst seed."""
+    both = [replace(beside(alone, chats=chats), seed=seed) for seed in seeds]
+    before = [serve_before([case.of_rival(policy, 2048) for case in both]) for policy in ("throttled", "sarathi")]
+    lone_s = serve_here([replace(alone, jitter="0.05")])[0].ttfts_s[0]
+    turns_s = [served.gap_s(50) for served in serve_here([without_prompt(case) for case in both])]
+    rows: list[Row] = []
+    ttfts_s: list[float] = []
+    for goal_s in _GOALS_S:
+        served = serve_here([replace(case, goal_s=goal_s) for case in both])
+        ttfts_s.append(max(each.ttfts_s[-1] for each in served))
+        late_ms, turn_s = max(
+            (1e3 * (each.gap_s(99) - turn_s), turn_s) for each, turn_s in zip(served, turns_s, strict=True)
+        )
+        of = f"{name}, goal {1e3 * goal_s:.0f} ms"
+        rows += [
+            at_most(f"{of}: TTFT", ttfts_s[-1], "s", lone_s, "the lone prompt's", 1.35),
+            below(f"  ITL p99 over the turn of {1e3 * turn_s:.0f} ms without the prompt", late_ms, "ms", 1e3 * goal_s),
+        ]
+    falls = all(high_s >= low_s for high_s, low_s in pairwise(ttfts_s))
+    rows.append(Row("  TTFT falls as the goal rises", ttfts_s[-1], "s", ttfts_s[0], "the first goal", met=falls))
+    for policy, served in zip(("throttled", "sarathi"), before, strict=True):
+        p99_ms = 1e3 * max(each.gap_s(99) for each in served)
+        name = f"  before, {policy}: ITL p99 {p99_ms:.0f} ms, TTFT"
+        rows.append(_row(name, max(each.ttfts_s[-1] for each in served), lone_s, "the lone prompt's"))
+    return rows
+
+
+def rival_rows(full: bool) -> list[Row]:
+    """Mixes of requests, against the two policies before, each at its best budget."""
+    seeds, budgets, requests = (_SEEDS, _BUDGETS, 160) if full else (_SEEDS[:1], _BUDGETS[1::2], 60)
+    drawn = [make_mixes(seed=seed, requests=requests) for seed in seeds]
+    rows: list[Row] = []
+    for mixes in zip(*drawn, strict=True):
+        cases = [mix.case for mix in mixes]
+        ours = _Scores.of(serve_here(cases))
+        rivals = [
+            min(_Scores.of(serve_before([case.of_rival(policy, budget) for case in cases])) for budget in budgets)
+            for policy in ("throttled", "sarathi")
+        ]
+        rows += _rival_rows(mixes[0], ours, rivals)
+    return rows
+
+
+class _Scores(NamedTuple):
+    """Means over seeds; the least ``late_s`` is the best budget."""
+
+    late_s: float  # geometric mean of both latencies
+    ttft_p95_s: float
+    itl_p99_s: float
+    tokens_per_s: float
+
+    @classmethod
+    def of(cls, served: Sequence[Served]) -> _Scores:
+        ttft_s = mean(each.ttft_p95_s for each in served)
+        itl_s = mean(each.gap_s(99) for each in served)
+        return cls((ttft_s * itl_s) ** 0.5, ttft_s, itl_s, mean(each.tokens_per_s for each in served))
+
+
+def _rival_rows(mix: Mix, ours: _Scores, rivals: Sequence[_Scores]) -> list[Row]:
+    target = 0.9 if mix.long else 1.05
+    per_s = max(each.tokens_per_s for each in rivals)
+    ttft_s = min(each.ttft_p95_s for each in rivals)
+    itl_s = min(each.itl_p99_s for each in rivals)
+    of = "the better one's"
+    return [
+        at_least(f"{mix.name}: throughput", ours.tokens_per_s, "tok/s", per_s, of, 0.99),
+        at_most("  TTFT p95", ours.ttft_p95_s, "s", ttft_s, of, target),
+        at_most("  ITL p99", 1e3 * ours.itl_p99_s, "ms", 1e3 * itl_s, of, target),
+    ]
+
+
+def saturated_rows(full: bool) -> list[Row]:
+    """Many users of 256 + 256 tokens."""
+    rows: list[Row] = []
+    for users in (64, 128, 256):
+        asked = (Asked(None, 256, 256),) * (users * (4 if full else 2))
+        case = Case(devices=_FOUR, model="qwen2.5-32b:bf16", link=_LAN, asked=asked, users=users, jitter="0.05")
+        (now,), (before,) = serve_here([case]), serve_before([case])
+        name = f"saturated by {users} users, 256 + 256 tokens"
+        rows.append(at_least(name, now.tokens_per_s, "tok/s", before.tokens_per_s, "before", 1.0))
+    return rows
+
+
+def cost_rows(full: bool) -> list[Row]:
+    """Processor time of the scheduler in each step, here and before in turns; the least of the rounds counts."""
+    chats = (Asked(None, 64, 128),) * 48
+    books = (Asked(None, 8_000, 40),) * 12
+    rows: list[Row] = []
+    for name, asked, users in (("48 chats decode", chats, 48), ("prompts of 8,000 tokens wait", books, 6)):
+        case = Case(devices=_FOUR, model="qwen2.5-32b:bf16", link=_LAN, asked=asked, users=users, timed=True)
+        rounds = [(serve_here([case])[0], serve_before([case])[0]) for _ in range(8 if full else 4)]
+        now_s, before_s = (min(each.scheduler_s for each in side) for side in zip(*rounds, strict=True))
+        rows.append(at_most(f"scheduler, {name}, in each step", 1e6 * now_s, "us", 1e6 * before_s, "before", _NOISE))
+    return rows
+
+
 @cache
 def _measured(case: Case) -> Served:
     """Serve a case on the emulated runtime, once for all parts."""
@@ -142,6 +258,10 @@ PARTS: dict[str, Part] = {
     "lone-runtime": lone_runtime_rows,
     "agreement": agreement_rows,
     "scaling": scaling_rows,
+    "beside": beside_rows,
+    "rivals": rival_rows,
+    "saturated": saturated_rows,
+    "cost": cost_rows,
 }
 
 

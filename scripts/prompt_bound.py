@@ -2,7 +2,8 @@
 
 No scheduler takes part. A prompt in n chunks keeps the slowest server (a device, or a link with its uploads) busy for
 all chunks, and its first chunk must pass all other servers, too. Few chunks fill the ring late, many repeat fixed work,
-so the bound is the least of all n, for chunks of equal tokens and of equal time.
+so the bound is the least of all n, for chunks of equal tokens and of equal time. A search of unequal chunks found none
+that end much earlier than the best of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 from edgepipe.backend.cost import StepWork
 from edgepipe.simulation.imagined import Imagined
 
-_COUNTS = (*range(1, 17), *range(18, 64, 3), *range(64, 193, 16))  # numbers of chunks
+_COUNTS = (*range(1, 17), *range(18, 64, 3))  # numbers of chunks
+_SIZES = (32, 64, 128, 256)  # tokens of small chunks: backends do not widen packed weights for up to 64
 _GRID = 65  # positions between which a device's time is interpolated
 
 
@@ -37,6 +39,7 @@ def lone_bound(cluster: Imagined, prompt_tokens: int) -> Bound:
         if count <= prompt_tokens
         for edges in (_equal_tokens(prompt_tokens, count), _equal_time(cluster, prompt_tokens, count))
     ]
+    ways += [[*range(0, prompt_tokens, size), prompt_tokens] for size in _SIZES]
     least = min((_bound(cluster, edges) for edges in ways), key=lambda bound: bound.seconds)
     return least._replace(alone_s=max(map(sum, _servers(cluster, [0, prompt_tokens]).values())))
 

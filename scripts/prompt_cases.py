@@ -41,7 +41,7 @@ class Case:
     kv_tokens: int = 0  # 0: as many as fit
     jitter: str = "0"
     seed: int = 0
-    goal_s: float | None = None  # ITL goal; None: as the tree does without one
+    goal_s: float | None = None  # ITL goal; infinite: off; None: the tree's default
     timed: bool = False  # measure the scheduler's processor time: no step is skipped
 
     def to_json(self) -> str:
@@ -94,3 +94,8 @@ def beside(lone_case: Case, *, chats: int, at_s: float = 4.0) -> Case:
     (prompt,) = lone_case.asked
     asked = (*[Asked(0.0, 200, 600)] * chats, prompt._replace(arrival_s=at_s))
     return replace(lone_case, asked=asked, jitter="0.05")
+
+
+def without_prompt(case: Case) -> Case:
+    """Return the case ``beside`` with its chats alone."""
+    return replace(case, asked=case.asked[:-1])

