@@ -19,6 +19,9 @@ from edgepipe.simulation.report import RunReport
 def measure(cases: Sequence[Case]) -> list[Served]:
     """Serve cases one after another; cases in a row on the same devices share their nodes."""
     reports = asyncio.run(bench_emulated([_run(case) for case in cases], _tell))
+    for case, report in zip(cases, reports, strict=True):
+        told = f"the last request's TTFT {report.requests[-1].token_times_s[0] - report.requests[-1].arrival_s:.2f} s"
+        print(f"  {case.model}, {case.devices}: {told}", file=sys.stderr, flush=True)
     return [_served(report) for report in reports]
 
 
