@@ -169,7 +169,7 @@ def _before_rows(cases: Sequence[Case], lone_s: float) -> list[Row]:
 
 def rival_rows(full: bool) -> list[Row]:
     """Mixes of requests, against the two policies before, each at its best budget."""
-    seeds, budgets, requests = (_SEEDS, _BUDGETS, 160) if full else (_SEEDS[:1], _BUDGETS[1::2], 60)
+    seeds, budgets, requests = (_SEEDS, _BUDGETS, 160) if full else (_SEEDS[:1], _BUDGETS[1::2], 40)
     drawn = [make_mixes(seed=seed, requests=requests) for seed in seeds]
     rows: list[Row] = []
     for mixes in zip(*drawn, strict=True):
