@@ -77,6 +77,15 @@ def serve(
     policy: Annotated[
         str, typer.Option("--policy", metavar="POLICY", help="Scheduler policy: throttled or sarathi.")
     ] = "throttled",
+    itl_goal: Annotated[
+        str,
+        typer.Option(
+            "--itl-goal",
+            metavar="TIME",
+            help="Time that prompts may add to each token of a chat: 100ms, 0.3s, or off. Shorter: smoother chats, "
+            "later first words.",
+        ),
+    ] = "100ms",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
     ] = 0,
@@ -140,6 +149,7 @@ def serve(
             plan=plan,
             micro_batches=micro_batches,
             policy=policy,
+            itl_goal=itl_goal,
             context=context,
             kv_tokens=kv_tokens,
             dtype=dtype,
@@ -184,6 +194,7 @@ def serve_request(
     plan: str = "",
     micro_batches: str = "auto",
     policy: str = "throttled",
+    itl_goal: str = "",
     context: int = 0,
     kv_tokens: int = 0,
     dtype: str = "auto",
@@ -194,6 +205,7 @@ def serve_request(
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.backend.types import ActivationType, StageSettings
+    from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL, parse_itl_goal
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.spec.expert_places import checked_choice
     from edgepipe.store.further_names import checked_names
@@ -204,10 +216,12 @@ def serve_request(
     if activations not in [kind.value for kind in ActivationType]:
         raise ConfigInvalid(f"--activations cannot be '{activations}'", next_step="give bf16 or float32")
     make_policy(policy)
+    parse_itl_goal(itl_goal)
     options = ServeSpec(
         model=model,
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
+        itl_goal=itl_goal if itl_goal != DEFAULT_ITL_GOAL else "",
         settings=StageSettings(
             dtype=checked_dtype(dtype),
             kv=checked_kv(kv),

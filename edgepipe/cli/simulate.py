@@ -177,6 +177,7 @@ def _fixed_micro_batches(text: str) -> int:
 def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     """Make one run per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
     from edgepipe.scheduler import make_policy
+    from edgepipe.scheduler.pacing import parse_itl_goal
     from edgepipe.simulation.imagined import imagine
     from edgepipe.simulation.layouts import Layout, clusters_of, shares
     from edgepipe.simulation.simulator import Run
@@ -191,6 +192,7 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
             cluster=imagine(each),
             workload=share,
             policy=make_policy(settings["policy"]),
+            itl_goal_s=parse_itl_goal(settings["itl-goal"]),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
             settings={**shown, "model": settings["as-model"], "workload": workload.description},

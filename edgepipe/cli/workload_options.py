@@ -50,6 +50,7 @@ _CLUSTER = (
     _option("link", "LINK", str, "Link between any two devices: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
     _option("micro-batches", "K", str, "Number of micro-batches in flight, or auto.  [default: auto]"),
     _option("policy", "POLICY", str, "Scheduler policy: throttled or sarathi.  [default: throttled]"),
+    _option("itl-goal", "TIME", str, "Time that prompts may add to a token of a chat, or off.  [default: 100ms]"),
     _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
     _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),
     _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),
@@ -79,6 +80,7 @@ CLUSTER_DEFAULTS = {
     "link": "1gbit,0.3ms",
     "micro-batches": "auto",
     "policy": "throttled",
+    "itl-goal": "100ms",
     "jitter": "0.05",
     "seed": "0",
 }

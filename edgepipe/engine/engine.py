@@ -69,6 +69,7 @@ from edgepipe.errors import (
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.link.shaped import Network
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
+from edgepipe.scheduler.pacing import parse_itl_goal
 from edgepipe.security.mutual_tls import Security
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.weights.weight_table import FLOATS, WeightTable
@@ -150,6 +151,7 @@ class Engine:
             security=security,
             clock=clock,
             policy=policy or _policy(spec.policy, self._limits),
+            itl_goal_s=parse_itl_goal(spec.itl_goal),
             limits=self._limits,
             timeouts=self._timeouts,
             network=network,

@@ -42,6 +42,7 @@ class EngineContext:
     timeouts: EngineTimeouts
     network: Network | None  # emulated to the stages of other nodes
     weights: WeightTable = FLOATS
+    itl_goal_s: float | None = None  # time that prompts may add to a decode's turn; None: no bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,9 @@ class EngineEpoch:
             row_bytes=context.config.hidden_size * spec.settings.activation_type.num_bytes,
             fixed=spec.micro_batches,
             costs={index: cost for site in sites for index, cost in site.costs.items()},
+            most_prefill_tokens=context.policy.most_prefill_tokens,
+            itl_goal_s=context.itl_goal_s,
+            slack_tokens=self.limits.slack_tokens if self.limits.windows else None,
         )
         self._most_in_flight = micro_batches.most
         self.pump = Pump(
@@ -205,9 +209,7 @@ class EngineEpoch:
     def _step_deadline_s(self) -> float:
         """Seconds that a stage waits for its predecessor: more than the ring's longest turn."""
         timeouts = self._context.timeouts
-        turn_s = self.pump.micro_batches.longest_turn_s(
-            context_length=self.limits.context_length, chunk_tokens=self._context.limits.max_prefill_tokens
-        )
+        turn_s = self.pump.micro_batches.longest_turn_s(context_length=self.limits.context_length)
         return max(timeouts.step_first_s, timeouts.step_factor * turn_s)
 
     @property

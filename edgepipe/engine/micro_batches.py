@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,16 +14,16 @@ from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES
 from edgepipe.scheduler import ScheduledStep
+from edgepipe.scheduler.pacing import Pacer, RingTimes, most_prompt_steps
 from edgepipe.scheduler.sizing import (
     LinkCurve,
     RingMeasurements,
     Sizer,
     Sizing,
     StageCurve,
-    link_cap_tokens,
     most_micro_batches,
 )
-from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
+from edgepipe.scheduler.step_time import SliceTimes
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
@@ -39,12 +40,18 @@ class MicroBatches:
         row_bytes: int,
         fixed: int,
         costs: Mapping[int, SliceCost] | None = None,
+        most_prefill_tokens: int = 2048,
+        itl_goal_s: float | None = None,
+        slack_tokens: int | None = None,
     ) -> None:
         """
-        slices     indices of each stage's slices; stages in the order that a token passes them
-        row_bytes  bytes of one token's activations on a link
-        fixed      M if the user fixed it, else 0
-        costs      by slice index: step cost by the device's data sheet, where known
+        slices               indices of each stage's slices; stages in the order that a token passes them
+        row_bytes            bytes of one token's activations on a link
+        fixed                M if the user fixed it, else 0
+        costs                by slice index: step cost by the device's data sheet, where known
+        most_prefill_tokens  prompt tokens of a step
+        itl_goal_s           seconds that prompts may add to a decode's turn; None: no bound
+        slack_tokens         tokens of one prompt in all steps in flight; None: no bound
         """
         self._num_stages = len(slices)
         self._fixed = fixed
@@ -62,8 +69,17 @@ class MicroBatches:
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self._before = [0] * self._num_stages  # tokens of each stage's previous step
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
-        self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
+        self.pacer = Pacer(
+            RingTimes(
+                stages=[[self._times[index].expected_s for index in of_stage] for of_stage in slices],
+                uploads=[partial(self._expected_upload_s, hop) for hop in self._hops],
+                latency_s=lambda: self.latency_s,
+            ),
+            most_tokens=most_prefill_tokens,
+            goal_s=itl_goal_s,
+            most_in_flight_tokens=slack_tokens,
+        )
 
     @property
     def sizing(self) -> Sizing:
@@ -72,18 +88,13 @@ class MicroBatches:
 
     @property
     def most(self) -> int:
-        """Upper bound of M."""
-        return self._fixed or most_micro_batches(self._num_stages)
+        """Upper bound of the steps in flight: M with decodes, and P with prompt tokens."""
+        return (self._fixed or most_micro_batches(self._num_stages)) + most_prompt_steps(self._num_stages)
 
     @property
     def latency_s(self) -> float:
         """Latency of the whole ring: one-way delays, sampling, the token's return."""
         return self._turns.latency_s
-
-    @property
-    def prefill_cap(self) -> PrefillCap:
-        """Cap on the tokens of a step with prompt tokens, from the newest measurements."""
-        return PrefillCap([times.expected_s for times in self._times.values()])
 
     def turn_s(self, steps: Sequence[StepId]) -> float:
         """Return an upper bound on the turn of the first of the ``steps`` in flight: all devices, links and latency.
@@ -92,13 +103,13 @@ class MicroBatches:
         """
         return sum(self._way_s(step) for step in (steps if self._interleaved else steps[:1])) + self.latency_s
 
-    def longest_turn_s(self, *, context_length: int, chunk_tokens: int) -> float:
+    def longest_turn_s(self, *, context_length: int) -> float:
         """Return an upper bound on the devices' time for the last chunk of the longest prompt; 0 if unknown.
 
-        The chunk is as large as ``prefill_cap`` allows, and at most ``chunk_tokens``.
+        The chunk is as large as the pacer allows.
         """
-        cap = self.prefill_cap.tokens(position=context_length, waiting=chunk_tokens, beside_decodes=False)
-        work = StepWork.of_rows((context_length,), (chunk_tokens if cap is None else cap,), logit_rows=1)
+        tokens = self.pacer.most_tokens(context_length, waiting=context_length)
+        work = StepWork.of_rows((context_length,), (tokens,), logit_rows=1)
         return sum(times.bound_s(work) for times in self._times.values())
 
     def decode_s(self, stage: int, rows: float) -> tuple[float, float]:
@@ -109,14 +120,6 @@ class MicroBatches:
         curves = self._curves[stage].values()
         step_s = float(sum(curve.at(at)[0] for curve in curves)) if all(curve.known for curve in curves) else 0.0
         return step_s, self._links[stage].seconds(round(rows * self._row_bytes))
-
-    def limit(self, *, prompts_wait: bool) -> int:
-        """Return the number of steps that may be in flight: M, but at least one per stage while prompts wait.
-
-        So the chunks of a prompt follow one another through the stages even if few sequences need few micro-batches.
-        """
-        micro_batches = self.sizing.micro_batches
-        return max(micro_batches, self._num_stages) if prompts_wait and not self._fixed else micro_batches
 
     def sent(self, step: ScheduledStep, now_s: float) -> None:
         """Record that a step's plans were sent."""
@@ -133,8 +136,7 @@ class MicroBatches:
             self._known_uploads_s.clear()
             self._follow_experts()
             ring = self._ring()
-            sizing = self._sizer.decide(ring, sequences=sequences)
-            self.link_cap_tokens = link_cap_tokens(ring, rows=max(1.0, sequences / sizing.micro_batches))
+            self._sizer.decide(ring, sequences=sequences)
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
         """Record that a stage computed a step on one slice."""
@@ -181,6 +183,9 @@ class MicroBatches:
 
     def _uploads_s(self, num_tokens: int) -> float:
         return sum(self._upload_s(stage, num_tokens * self._row_bytes) for stage in range(self._num_stages))
+
+    def _expected_upload_s(self, stage: int, num_tokens: int) -> float:
+        return self._upload_s(stage, num_tokens * self._row_bytes)
 
     def _upload_s(self, stage: int, num_bytes: int) -> float:
         key = (stage, num_bytes)

@@ -24,6 +24,7 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import Event, KeptPools, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
 
@@ -63,7 +64,6 @@ class Pump:
     ) -> None:
         self._scheduler = scheduler
         self.micro_batches = micro_batches
-        self._prompts_wait = False
         self._epoch = epoch
         self._num_slices = num_slices
         self._vocab_size = vocab_size
@@ -71,7 +71,7 @@ class Pump:
         self._in_flight: deque[ScheduledStep] = deque()
         self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # finished before an older step
         self._watch = StepWatch(timeouts=timeouts, turn_s=self._turn_s, on_late=self._on_late)
-        scheduler.set_prefill_cap(micro_batches.prefill_cap)
+        scheduler.set_pacer(micro_batches.pacer)
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
         self._on_over: Callable[[], None] = _nobody
@@ -128,7 +128,6 @@ class Pump:
     def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
         """Queue sequences. Raises PromptTooLong, and QueueFull unless a previous epoch ``accepted`` them."""
         events = self._scheduler.submit(specs, accepted=accepted)
-        self._prompts_wait = True
         self._wake.set()
         return events
 
@@ -177,6 +176,11 @@ class Pump:
     def stats(self) -> SchedulerStats:
         """Return the scheduler's current counts."""
         return self._scheduler.stats()
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """See ``Scheduler.chunk``."""
+        return self._scheduler.chunk
 
     def trace(self, *, after_step: int) -> EngineTrace:
         """Return a trace of the recent steps after ``after_step``."""
@@ -231,7 +235,6 @@ class Pump:
         """Update the measurements with a step that retired at ``now_s``, and the limits that follow from them."""
         self._measure(site, done)
         self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.num_running)
-        self._scheduler.set_link_cap(self.micro_batches.link_cap_tokens)
 
     def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
         meter = self.meters[site.index]
@@ -282,7 +285,7 @@ class Pump:
                 raise _unexpected(site, fact)
 
     def _fill(self) -> None:
-        self._scheduler.set_micro_batches(self.micro_batches.limit(prompts_wait=self._prompts_wait))
+        self._scheduler.set_micro_batches(self.micro_batches.sizing.micro_batches)
         while self._error is None and (step := self._scheduler.next_step()) is not None:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
@@ -292,7 +295,6 @@ class Pump:
             self._newest = step.step
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
-            self._prompts_wait = len(step.token_ids) > step.num_rows
             self.micro_batches.sent(step, self._clock.monotonic_s())
         if self._in_flight:
             oldest = self._in_flight[0]

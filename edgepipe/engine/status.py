@@ -8,7 +8,8 @@ from typing import Any
 
 from edgepipe.engine.engine_epoch import EngineEpoch
 from edgepipe.engine.sites import StageSite
-from edgepipe.wire.engines import EngineState, StageState
+from edgepipe.scheduler.pacing import Chunk
+from edgepipe.wire.engines import EngineState, PromptSteps, StageState
 
 
 class EngineStatus:
@@ -50,6 +51,7 @@ class EngineStatus:
             state_slots=stats.state_slots,
             free_slots=stats.free_slots,
             missed_snapshots=stats.missed_snapshots,
+            prompt_steps=_prompt_steps(pump.chunk),
             preemptions=stats.preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,
@@ -90,6 +92,18 @@ class EngineStatus:
             replayed_tokens=self.base.replayed_tokens + stats.replayed_tokens,
             expert_shares=run.pump.micro_batches.experts.shares() or self.base.expert_shares,
         )
+
+
+def _prompt_steps(chunk: Chunk | None) -> PromptSteps | None:
+    if chunk is None:
+        return None
+    return PromptSteps(
+        in_flight=chunk.in_flight,
+        num_tokens=chunk.step_tokens,
+        ms=1e3 * chunk.seconds,
+        bound=chunk.bound,
+        over_goal_ms=1e3 * chunk.over_goal_s,
+    )
 
 
 def stage_state(site: StageSite) -> StageState:

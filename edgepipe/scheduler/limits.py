@@ -29,10 +29,9 @@ class SchedulerLimits:
         return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
 
     @property
-    def most_chunk_tokens(self) -> int:
-        """Tokens of one sequence in a step, so that its chunks in all steps in flight fit into the windows' slack."""
-        slack = min([pool.slack for pool in self.windows], default=self.context_length)
-        return max(1, slack // self.micro_batches) if self.windows else slack
+    def slack_tokens(self) -> int:
+        """Tokens of one sequence in all steps in flight, so that they fit into the windows' slack."""
+        return min([pool.slack for pool in self.windows], default=self.context_length)
 
     @property
     def max_tokens(self) -> int:

@@ -20,8 +20,8 @@ class Load(NamedTuple):
     free_blocks: int
     block_size: int  # tokens
     reserved_tokens: int = 0  # the part of WP in admitted sequences, whose blocks are allocated
-    link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
-    prefill_cap_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
+    step_tokens: int | None = None  # planned tokens of a step with prompt tokens, decodes included; None: not known
+    most_prefill_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
 
 
 class StepBudget(NamedTuple):
@@ -33,6 +33,16 @@ class StepBudget(NamedTuple):
 
 class Policy(Protocol):
     """Decides step budgets; the scheduler decides which sequences fill them."""
+
+    @property
+    def most_prefill_tokens(self) -> int:
+        """Bound on the prompt tokens of a step."""
+        ...
+
+    @property
+    def paced(self) -> bool:
+        """Whether steps with prompt tokens have the planned size (``Load.step_tokens``)."""
+        ...
 
     def budget(self, load: Load) -> StepBudget:
         """Return the next step's budget. It must not be zero while sequences wait and no step is in flight."""
@@ -75,6 +85,16 @@ class ThrottledPolicy:
         self._spread_steps = spread_steps  # T
         self._kv_threshold = kv_threshold  # share of the blocks kept for running decodes
 
+    @property
+    def most_prefill_tokens(self) -> int:
+        """Bound on the prompt tokens of a step."""
+        return self._max
+
+    @property
+    def paced(self) -> bool:
+        """Yes."""
+        return True
+
     def budget(self, load: Load) -> StepBudget:
         """Return an even share of the decodes and the prefill tokens that may go beside it."""
         decode_rows = even_share(load)
@@ -83,18 +103,17 @@ class ThrottledPolicy:
 
     def _prefill(self, load: Load, *, beside: int) -> int:
         free_tokens = load.free_blocks * load.block_size + load.reserved_tokens
+        if load.step_tokens is not None and (load.reserved_tokens or not load.running_decodes):
+            return min(max(load.step_tokens - beside, 1), self._max, free_tokens)
         free = free_tokens / (load.num_blocks * load.block_size)
         ramp = (free - self._kv_threshold) / (1 - self._kv_threshold)
         fading = int(self._max * max(ramp, 0.0))
         if not load.running_decodes or load.reserved_tokens:
             fading = max(fading, self._min)  # admitted prompts hold blocks: letting them go on frees these sooner
+        if load.step_tokens is not None:
+            return min(max(load.step_tokens - beside, 1), self._max, fading, free_tokens)
         steps = self._spread_steps if load.running_decodes else min(self._spread_steps, load.micro_batches)
-        tokens = min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
-        if load.link_cap_tokens is not None and load.running_decodes:
-            tokens = min(tokens, max(self._min, load.link_cap_tokens - beside))
-        if load.prefill_cap_tokens is not None:
-            tokens = min(tokens, max(self._min, load.prefill_cap_tokens - beside))
-        return tokens
+        return min(max(-(-load.waiting_prefill_tokens // steps), self._min), fading, free_tokens)
 
 
 class SarathiPolicy:
@@ -106,12 +125,22 @@ class SarathiPolicy:
         self._max_tokens = max_tokens
         self._min = min_prefill_tokens  # prefill floor, however slow the stages are
 
+    @property
+    def most_prefill_tokens(self) -> int:
+        """Bound on the prompt tokens of a step."""
+        return self._max_tokens
+
+    @property
+    def paced(self) -> bool:
+        """No: its steps have a fixed number of tokens, as far as ``Load.most_prefill_tokens`` allows."""
+        return False
+
     def budget(self, load: Load) -> StepBudget:
         """Return all ready decodes that fit; prefill fills the rest, as far as the slowest stage allows."""
         decode_rows = min(load.ready_decodes, self._max_tokens)
         prefill_tokens = self._max_tokens - decode_rows
-        if load.prefill_cap_tokens is not None:
-            prefill_tokens = min(prefill_tokens, max(self._min, load.prefill_cap_tokens - decode_rows))
+        if load.most_prefill_tokens is not None:
+            prefill_tokens = min(prefill_tokens, max(self._min, load.most_prefill_tokens - decode_rows))
         return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
 
 

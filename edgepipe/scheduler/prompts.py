@@ -55,6 +55,13 @@ class Prompts:
         """Scheduled tokens of the prompt that is furthest on. Its next chunk attends to all of them."""
         return max([sequence.scheduled for sequence in (*self._shared, *self._suspected)], default=0)
 
+    @property
+    def oldest(self) -> Sequence | None:
+        """The prompt that gets half of each shared step, or a suspected sequence; None without prompts."""
+        if self._shared:
+            return min(self._shared, key=lambda prompt: (prompt.priority, prompt.arrival))
+        return self._suspected[0] if self._suspected else None
+
     def accepts(self, sequence: Sequence) -> bool:
         """Return whether the sequence would be computed soon. A batch prompt behind interactive ones would not."""
         if sequence.alone:

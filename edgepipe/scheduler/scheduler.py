@@ -18,11 +18,11 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
 from edgepipe.scheduler.kv import Key
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
+from edgepipe.scheduler.pacing import Chunk, Pacer, Waiting
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import Phase, Sequence
-from edgepipe.scheduler.step_time import PrefillCap
 from edgepipe.scheduler.tables import BlockTables, KeptPools
 from edgepipe.scheduler.types import (
     EndReason,
@@ -64,8 +64,10 @@ class Scheduler:
         self._head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
-        self._link_cap_tokens: int | None = None
-        self._prefill_cap: PrefillCap | None = None
+        self._pacer: Pacer | None = None
+        self._chunk: Chunk | None = None  # newest choice of the pacer
+        self._prompt_slot = False  # whether fewer than P steps in flight hold prompt tokens
+        self._may_add_chunk = True  # whether a step of prompts alone may join those in flight while sequences decode
         self._last_step = 0
         self._arrivals = 0
         self._preemptions = 0
@@ -133,19 +135,19 @@ class Scheduler:
             raise ValueError("at least one step is in flight")
         self._limits = replace(self._limits, micro_batches=micro_batches)
 
-    def set_link_cap(self, tokens: int | None) -> None:
-        """Set the tokens that the slowest link uploads while a step is computed; None: not known."""
-        self._link_cap_tokens = tokens
-
-    def set_prefill_cap(self, cap: PrefillCap) -> None:
-        """Set the limit on prefill tokens that keeps the slowest stage within the time allowed."""
-        self._prefill_cap = cap
+    def set_pacer(self, pacer: Pacer) -> None:
+        """Set what chooses the size and number of prompt chunks. Without it, M steps with prompt tokens may go."""
+        self._pacer = pacer
 
     # Output
 
     def next_step(self) -> ScheduledStep | None:
-        """Return the next step to send, or None if M steps are in flight or nothing is ready."""
-        if len(self._in_flight) >= self._limits.micro_batches:
+        """Return the next step to send, or None if nothing is ready or fits.
+
+        At most M steps in flight hold decodes, and at most P hold prompt tokens. A step may hold both. Suspected
+        sequences take turns with all others, so both kinds together then have the larger of M and P.
+        """
+        if self._prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
             return None
         preemptions = self._preemptions
         draft = self._fill()
@@ -156,6 +158,8 @@ class Scheduler:
         if draft.empty:
             return None
         self._last_step += 1
+        if not draft.decodes:
+            self._may_add_chunk = False
         self._isolated_last = draft.isolated
         if not draft.isolated:
             self._replayed_last = draft.replays
@@ -180,6 +184,7 @@ class Scheduler:
         if record.step != step or record.num_samples != len(ids):
             raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
         self._in_flight.popleft()
+        self._may_add_chunk = True
         self._computed_tokens += record.num_tokens
         if record.copies:
             self._tables.note_copied(record.copies)
@@ -214,6 +219,11 @@ class Scheduler:
         return self._tables.num_blocks - self._tables.free_blocks
 
     @property
+    def chunk(self) -> Chunk | None:
+        """How the newest step with prompt tokens was planned; None before, and while a stage's times are not known."""
+        return self._chunk
+
+    @property
     def micro_batches(self) -> int:
         """M."""
         return self._limits.micro_batches
@@ -244,12 +254,72 @@ class Scheduler:
 
     def _fill(self) -> Draft:
         """Alternate isolated and shared steps while there is work for both."""
+        self._prompt_slot = self._choose_chunk()
         if self._prompts.any_suspected and not self._isolated_last:
             draft = self._fill_isolated()
             if not draft.empty:
                 return draft
         draft = self._fill_shared()
         return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
+
+    def _choose_chunk(self) -> bool:
+        """Choose P and the size of the next step with prompt tokens. Return whether fewer than P are in flight."""
+        if not self._prompts_go:
+            return self._unscheduled_prefill > 0
+        in_flight = sum([1 for step in self._in_flight if step.chunks])
+        # Decodes that come back may ride in one step more, for one without decodes that will not be followed.
+        more = bool(self._ready) and any(step.chunks and not step.decodes for step in self._in_flight)
+        if in_flight < self.prompt_steps + more and self._pacer is not None:
+            self._chunk = self._pacer.chunk(self._waiting_prompts())
+        return in_flight < self.prompt_steps + more
+
+    @property
+    def _prompts_go(self) -> bool:
+        """Whether prompts are computed, or the first in the queue may be admitted."""
+        return bool(self._prompts) or (len(self._waiting) > 0 and not self._head_does_not_fit)
+
+    def _may_decode(self) -> bool:
+        """Whether fewer steps in flight hold decodes than may."""
+        return sum([1 for step in self._in_flight if step.decodes]) < self._decode_steps
+
+    @property
+    def _decode_steps(self) -> int:
+        """M, or P if that is less while prompts wait: decodes that ride with chunks save a read of the weights."""
+        if self._prompts_go and self.prompt_steps > 1:
+            return min(self._limits.micro_batches, self.prompt_steps)
+        return self._limits.micro_batches
+
+    def _may_prefill(self, draft: Draft) -> bool:
+        """Whether the step may hold prompt tokens.
+
+        While sequences decode, one step without decodes may follow each step that retires: more at once would delay
+        the decodes that come back next by more than one chunk.
+        """
+        return self._prompt_slot and (bool(draft.decodes) or not self._num_decodes or self._may_add_chunk)
+
+    @property
+    def prompt_steps(self) -> int:
+        """P: the maximum number of steps in flight with prompt tokens."""
+        return self._limits.micro_batches if self._chunk is None else self._chunk.in_flight
+
+    def _waiting_prompts(self) -> Waiting:
+        first = self._prompts.oldest or self._waiting.first()
+        left = first.unscheduled if first is not None else 0
+        held = (self._tables.num_blocks - self._tables.free_blocks) * self._limits.block_size
+        return Waiting(
+            prompt=first.sequence if first is not None else 0,
+            position=self._prompts.furthest_position,
+            left=left,
+            others=max(0, self._unscheduled_prefill - left),
+            decodes=self._num_decodes,
+            context=held // max(1, len(self._running)),
+            micro_batches=self._limits.micro_batches,
+            protected=self._num_decodes > 0 and any(self._is_protected(each) for each in self._running.values()),
+        )
+
+    @staticmethod
+    def _is_protected(sequence: Sequence) -> bool:
+        return sequence.phase is Phase.DECODE and sequence.priority is Priority.INTERACTIVE
 
     def _fill_isolated(self) -> Draft:
         """Fill a step with one suspected sequence that has blocks. Each of k such gets one of the next 2k steps."""
@@ -258,7 +328,7 @@ class Scheduler:
         if sequence is None:
             return self._new_draft(isolated=True)
         draft = self._new_draft(self._tables.stale_to if sequence.replays else None, isolated=True)
-        num_tokens = min(sequence.next_tokens, self._isolated_tokens(), self._limits.most_chunk_tokens)
+        num_tokens = min(sequence.next_tokens, self._isolated_tokens(), self._most_chunk_tokens)
         self._add_chunk(draft, sequence, num_tokens)
         return draft
 
@@ -278,7 +348,8 @@ class Scheduler:
 
     def _fill_whole(self, budget: StepBudget) -> Draft:
         draft = self._new_draft()
-        self._add_decodes(draft, budget.decode_rows)
+        if self._may_decode():
+            self._add_decodes(draft, budget.decode_rows)
         self._add_prefills(draft, budget.prefill_tokens)
         return draft
 
@@ -295,7 +366,7 @@ class Scheduler:
 
     def _load(self) -> Load:
         return Load(
-            micro_batches=self._limits.micro_batches,
+            micro_batches=self._decode_steps,
             sampling_rows_in_flight=tuple([0 if step.isolated else step.num_samples for step in self._in_flight]),
             running_decodes=self._num_decodes,
             ready_decodes=len(self._ready),
@@ -304,19 +375,15 @@ class Scheduler:
             free_blocks=self._tables.free_blocks,
             block_size=self._limits.block_size,
             reserved_tokens=self._prompts.unscheduled_tokens,
-            link_cap_tokens=self._link_cap_tokens,
-            prefill_cap_tokens=self._prefill_cap_tokens(),
+            step_tokens=None if self._chunk is None else self._chunk.step_tokens,
+            most_prefill_tokens=self._most_prefill_tokens(),
         )
 
-    def _prefill_cap_tokens(self) -> int | None:
-        """Return the cap for the prompt that is furthest on, whose tokens attend to the most others."""
-        if self._prefill_cap is None or not self._unscheduled_prefill:
+    def _most_prefill_tokens(self) -> int | None:
+        """Return the bound on a step's prompt tokens, for the prompt that is furthest on; None if not known."""
+        if self._pacer is None or self._policy.paced or not self._prompt_slot:
             return None
-        return self._prefill_cap.tokens(
-            position=self._prompts.furthest_position,
-            waiting=self._unscheduled_prefill,
-            beside_decodes=self._num_decodes > 0,
-        )
+        return self._pacer.most_tokens(self._prompts.furthest_position, waiting=self._unscheduled_prefill)
 
     def _add_decodes(self, draft: Draft, budget: int) -> None:
         deferred: list[Sequence] = []  # they wait for blocks of steps in flight
@@ -375,15 +442,22 @@ class Scheduler:
         return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
+        if not self._may_prefill(draft):
+            return
         self._fill_windows()
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
         elif len(self._waiting) and (first := self._next_to_admit) is not None:
             self._preempt_for(first)
-        most = self._limits.most_chunk_tokens
+        most = self._most_chunk_tokens
         for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
             if draft.may_begin(sequence):  # the oldest comes first and always fits
                 self._add_chunk(draft, sequence, min(num_tokens, most))
+
+    @property
+    def _most_chunk_tokens(self) -> int:
+        """Tokens of one sequence in a step, so that its chunks in all steps in flight fit into the windows' slack."""
+        return max(1, self._limits.slack_tokens // self.prompt_steps)
 
     def _fill_windows(self) -> None:
         """Allocate blocks for prompts that have none for their next token."""

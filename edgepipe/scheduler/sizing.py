@@ -35,7 +35,6 @@ _ENOUGH = 3  # steps until a curve counts as known
 _DEVICE_GROWING = 0.5  # weights are read whatever the rows; optimistic, so that another M is tried and measured
 _SPREAD = 1.25  # sizes that differ by a smaller factor give no slope
 _MIN_SIZE_DIFFERENCE = 128 << 10  # bytes; below it, a busy host's delay hides the wire's
-_BULK_ROWS = 64  # rows of an upload that is long compared to the fixed cost of a message
 _WINDOW = 128  # steps over a link; the fastest of this window and of the one before count
 
 EQUAL = 0.01  # forecasts within this share are equal
@@ -269,19 +268,6 @@ class RingMeasurements:
     def jitter(self) -> float:
         """Coefficient of variation of the least steady slice's step time."""
         return max(curve.jitter for curves in self.stages for curve in curves)
-
-
-def link_cap_tokens(ring: RingMeasurements, *, rows: float) -> int | None:
-    """Return the tokens that the slowest link uploads while the slowest device computes a decode step of ``rows``.
-
-    Returns None while that is unknown.
-    """
-    if not ring.known:
-        return None
-    decode, bulk = np.array([rows]), np.array([_BULK_ROWS * float(ring.row_bytes)])
-    device_s = max(float(sum(curve.at(decode)[0] for curve in curves)) for curves in ring.stages)
-    token_s = max((float(link.at(bulk)[0]) for link in ring.links), default=0.0) / _BULK_ROWS
-    return int(device_s / token_s) if token_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

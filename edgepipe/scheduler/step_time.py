@@ -8,7 +8,6 @@ sheet gives a tighter bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgepipe.backend.cost import SliceCost, StepWork
@@ -19,12 +18,6 @@ _DOUBT = 4.0  # factor by which a device may be slower than its data sheet befor
 _CAUTION = 2.0  # factor by which it may be slower with other sizes than with the measured ones
 _FOLLOWING = 0.3  # weight of the newest step in the ratio of measured to data-sheet time
 _MOST_CHANGE = 4.0  # largest factor by which one step changes that ratio: the first of a size also compiles kernels
-
-_BESIDE_DECODES_S = 1.0  # limit for a step with prompt tokens while other sequences decode
-_ALONE_S = 4.0  # limit while none decodes
-_BESIDE_DECODES, _ALONE = 2.0, 4.0  # lower bounds of both in decode steps: else slow memory is read for few tokens
-_MOST_TOKENS = 4096  # bound above every policy's chunk
-_PRECISION = 16  # a cap is found within a sixteenth
 
 
 @dataclass(slots=True)
@@ -103,43 +96,6 @@ class SliceTimes:
         before = self._ratios.get(decodes, 1.0)
         ratio = min(max(ratio, before / _MOST_CHANGE), before * _MOST_CHANGE)
         self._ratios[decodes] = before + _FOLLOWING * (ratio - before)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCap:
-    """Limit on the tokens of a step with prompt tokens: the slowest slice computes them in the time allowed."""
-
-    slices: Sequence[Callable[[StepWork], float]]  # expected seconds of a step on each slice
-
-    def tokens(self, *, position: int, waiting: int, beside_decodes: bool) -> int | None:
-        """Return the cap for a step whose chunk begins at ``position``; None if all ``waiting`` tokens fit."""
-        limit_s = self.limit_s(position=position, beside_decodes=beside_decodes)
-        most = cap = min(waiting, _MOST_TOKENS)
-        for step_s in self.slices:
-            cap = _largest_chunk(step_s, position, most=cap, limit_s=limit_s)
-        return cap if cap < most else None
-
-    def limit_s(self, *, position: int, beside_decodes: bool) -> float:
-        """Return the seconds allowed to the slowest slice for a step whose chunk begins at ``position``."""
-        decode_s = max((step_s(_chunk(position, 1)) for step_s in self.slices), default=0.0)
-        if beside_decodes:
-            return max(_BESIDE_DECODES_S, _BESIDE_DECODES * decode_s)
-        return max(_ALONE_S, _ALONE * decode_s)
-
-
-def _largest_chunk(step_s: Callable[[StepWork], float], position: int, *, most: int, limit_s: float) -> int:
-    """Return the largest chunk within ``limit_s``; at least one token, however long it takes."""
-    low, high = 1, most
-    if step_s(_chunk(position, high)) <= limit_s:
-        return high
-    while high - low > 1 + low // _PRECISION:
-        middle = (low + high) // 2
-        low, high = (middle, high) if step_s(_chunk(position, middle)) <= limit_s else (low, middle)
-    return low
-
-
-def _chunk(position: int, tokens: int) -> StepWork:
-    return StepWork.of_rows((position,), (tokens,), logit_rows=1)
 
 
 def _only_decodes(work: StepWork) -> bool:

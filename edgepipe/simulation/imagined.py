@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from edgepipe.backend.cost import CostModel, StepWork
+from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.planner.cluster import known_cluster
@@ -53,7 +53,6 @@ class Imagined:
     ring: RingModel
     limits: SchedulerLimits
     row_bytes: int  # bytes of one token's activations on a link
-    link_cap_tokens: int | None = None  # tokens that the slowest link uploads during the slowest device's decode step
     plan: str = ""  # the placement: "a:0-15,b:16-31"
 
 
@@ -103,7 +102,6 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
         plan=",".join(f"{stage.node_id}:{stage.part.layers}" for stage in placed),
-        link_cap_tokens=_link_cap_tokens(stages),
     )
 
 
@@ -124,12 +122,6 @@ def _interleaved(placed: Sequence[Placed], slices: int) -> str:
             parts.append(f"{stage.node_id}:{start}-{start + count - 1}")
             start += count
     return ",".join(parts)
-
-
-def _link_cap_tokens(stages: Sequence[RingStage]) -> int | None:
-    step_s = max(stage.step_s(StepWork.of_rows([0], [1], logit_rows=1)) for stage in stages)
-    token_s = max((stage.link.upload_s(stage.token_bytes) for stage in stages[:-1]), default=0.0)
-    return int(step_s / token_s) if token_s else None
 
 
 def _demand(cluster: ImaginedCluster) -> Demand:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from edgepipe.backend.cost import Jitter, StepWork
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
+from edgepipe.scheduler.pacing import RingTimes
 from edgepipe.units import LinkShape
 
 
@@ -57,9 +59,25 @@ class RingModel:
         first, last = self.stages[0], self.stages[-1]
         return (*hops, last.link.one_way_s + turn_host_s(first.host_s, work.logit_rows))
 
+    def times(self) -> RingTimes:
+        """Return the times of steps without jitter, as an engine measures them."""
+        devices: dict[str, list[Callable[[StepWork], float]]] = {}
+        for index, stage in enumerate(self.stages):
+            devices.setdefault(stage.device or str(index), []).append(stage.step_s)
+        one = StepWork.of_rows((0,), (1,), logit_rows=1)
+        return RingTimes(
+            stages=list(devices.values()),
+            uploads=[partial(_upload_s, stage) for stage in self.stages[:-1]],
+            latency_s=lambda: self.latency_s(one),
+        )
+
     def latency_s(self, work: StepWork) -> float:
         """Return the part of the step's turn in which it occupies no device or link."""
         return sum(self.delays_s(work)) + sum(stage.link.jitter_s / 2 for stage in self.stages)
+
+
+def _upload_s(stage: RingStage, num_tokens: int) -> float:
+    return stage.link.upload_s(stage.token_bytes * num_tokens)
 
 
 class Course(NamedTuple):

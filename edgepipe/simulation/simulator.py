@@ -17,7 +17,7 @@ from edgepipe.backend.cost import StepWork
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import Event, Policy, ScheduledStep, SequenceSpec, TokenSampled
-from edgepipe.scheduler.step_time import PrefillCap
+from edgepipe.scheduler.pacing import Pacer
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined
 from edgepipe.simulation.interleaved import InterleavedTraffic
@@ -39,6 +39,7 @@ class Run:
     workload: Workload
     policy: Policy
     micro_batches: int = 0  # 0: adapted during the run
+    itl_goal_s: float | None = 0.1  # time that prompts may add to a decode's turn; None: no bound
     label: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # settings that the report shows
 
@@ -82,8 +83,14 @@ class _Simulation:
         )
         self._run = run
         self._scheduler = FastForwardScheduler(limits, run.policy)
-        self._scheduler.set_link_cap(cluster.link_cap_tokens)
-        self._scheduler.set_prefill_cap(PrefillCap([stage.step_s for stage in cluster.ring.stages]))
+        self._scheduler.set_pacer(
+            Pacer(
+                cluster.ring.times(),
+                most_tokens=run.policy.most_prefill_tokens,
+                goal_s=run.itl_goal_s,
+                most_in_flight_tokens=limits.slack_tokens if limits.windows else None,
+            )
+        )
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}

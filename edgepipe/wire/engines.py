@@ -42,6 +42,7 @@ class ServeSpec:
     on_request: bool = False  # a request loaded it, and a request's keep_alive may stop it
     names: tuple[str, ...] = ()  # further names by which requests may ask for the model
     template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none
+    itl_goal: str = ""  # time that prompts may add to a decode's turn: "100ms" or "off"; empty: the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,17 @@ class Advice:
     plan: str = ""  # "a:0-14,b:15-29"
     gain: float = 0.0  # share of the wanted speed: 0.2 is a fifth more tokens per second
     pause_s: float = 0.0  # the move's price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSteps:
+    """How prompts go into steps."""
+
+    in_flight: int  # P: steps with prompt tokens
+    num_tokens: int  # of such a step, decodes included
+    ms: float  # expected time of such a step on the slowest stage or link
+    bound: str  # what bounds it: "stage 1", "link 0-1" or "goal"
+    over_goal_ms: float = 0.0  # by which even the smallest step with prompt tokens misses the goal; 0: it is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +141,8 @@ class EngineState:
     admitted_tokens: int = 0  # known tokens of sequences when they were admitted, since the epoch began
     cached_tokens: int = 0  # admitted tokens found in the prefix cache
     decode_rows: float = 0.0  # rows of a micro-batch of the running sequences; 0 if none runs
+    # As the last prompt was computed; None: no prompt yet, or a stage's times are not known.
+    prompt_steps: PromptSteps | None = None
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # total, from the detection of a failure to the first token after it
     moves: int = 0  # epochs that began after a requested move

@@ -145,6 +145,7 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
             plan=imagined.plan,
             micro_batches=settings["micro-batches"],
             policy=settings["policy"],
+            itl_goal=settings["itl-goal"],
             context=cluster.context_length,
             kv_tokens=limits.num_blocks * limits.block_size,
             kv=cluster.kv or "auto",

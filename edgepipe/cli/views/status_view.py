@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from edgepipe.backend.types import PackedProducts
-    from edgepipe.wire.engines import Advice, EngineState
+    from edgepipe.wire.engines import Advice, EngineState, PromptSteps
     from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, Transfer
 
 _BAR_CELLS = 10
@@ -238,7 +238,10 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
     first, *others = engine.why.split("; ")
     lines = [f"Micro-batches: {first}", *(f"{thought[:1].upper()}{thought[1:]}." for thought in others)]
     if engine.bottleneck:
-        lines.append(f"Slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
+        expected = f"{engine.predicted_tokens_per_s:.0f} tok/s expected of this load"
+        lines.append(f"Slowest: {_place(engine, engine.bottleneck)} · {expected}")
+    if engine.prompt_steps is not None:
+        lines += _prompt_lines(engine, engine.prompt_steps)
     if engine.cached_tokens:
         hits = engine.cached_tokens / max(1, engine.admitted_tokens)
         lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens:,} tokens")
@@ -253,6 +256,14 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
         lines.append(f"Moved {_times(engine.moves)}, as asked for; {_paused(engine.move_pause_ms)}")
     for line in lines:
         yield indented(Text(line, style="dim"))
+
+
+def _prompt_lines(engine: EngineState, steps: PromptSteps) -> Iterator[str]:
+    """Explain how prompts go into steps, and the goal that they miss."""
+    bound = "the goal for chats (--itl-goal)" if steps.bound == "goal" else _place(engine, steps.bound)
+    yield f"Prompts: {steps.in_flight} x {steps.num_tokens:,} tokens in flight, {steps.ms:.0f} ms each · bound: {bound}"
+    if steps.over_goal_ms:
+        yield f"Each token of a chat waits {steps.over_goal_ms:.0f} ms longer than the goal while a prompt is computed"
 
 
 def _times(number: int) -> str:
@@ -293,12 +304,12 @@ def _range(layers: str) -> str:
     return first if first == last else layers
 
 
-def _place(engine: EngineState) -> str:
-    """Add node names to the engine's bottleneck: ``stage 1 (studio)``, ``link 0-1 (gamer to studio)``."""
-    kind, _, numbers = engine.bottleneck.partition(" ")
+def _place(engine: EngineState, server: str) -> str:
+    """Add node names to a stage or link: ``stage 1 (studio)``, ``link 0-1 (gamer to studio)``."""
+    kind, _, numbers = server.partition(" ")
     indices = [int(number) for number in numbers.split("-") if number.isdecimal()]
     names = [_short(engine.stages[index].node_name) for index in indices if index < len(engine.stages)]
-    return f"{engine.bottleneck} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
+    return f"{server} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
 
 
 class _Ring:

@@ -41,6 +41,7 @@ from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
+from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL
 from edgepipe.spec.expert_places import check_has_experts, in_words
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.longrope import factors_in_words
@@ -547,6 +548,7 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
         "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
         "--policy": (asked.policy, spec.policy or "throttled"),
+        "--itl-goal": (asked.itl_goal, spec.itl_goal or DEFAULT_ITL_GOAL),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
         "--concurrency": (request.concurrency, spec.concurrency),

@@ -76,6 +76,7 @@ ENGINE: Tables = {
         "spans": Most(256),
     },
     "DeviceSpan": {"begin_us": COUNT, "end_us": COUNT},
+    "PromptSteps": {"in_flight": COUNT, "num_tokens": TOKENS, "ms": MEASURED, "over_goal_ms": MEASURED},
     "EngineState": {
         "micro_batches": COUNT,
         "in_flight": COUNT,

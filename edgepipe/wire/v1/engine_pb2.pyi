@@ -589,6 +589,7 @@ class EngineState(_message.Message):
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
     FREE_SLOTS_FIELD_NUMBER: _builtins.int
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_FIELD_NUMBER: _builtins.int
     MISSED_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     pipeline_id: _builtins.str
@@ -676,6 +677,10 @@ class EngineState(_message.Message):
     def expert_shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertShare]:
         """that its steps read, by tokens; empty: no experts, or not counted"""
 
+    @_builtins.property
+    def prompt_steps(self) -> Global___PromptSteps:
+        """as the last prompt was computed; none: no prompt yet, or stages not known"""
+
     def __init__(
         self,
         *,
@@ -721,15 +726,54 @@ class EngineState(_message.Message):
         state_slots: _builtins.int = ...,
         free_slots: _builtins.int = ...,
         template_keywords: _builtins.str = ...,
+        prompt_steps: Global___PromptSteps | None = ...,
         missed_snapshots: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error", "prompt_steps", b"prompt_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "prompt_steps", b"prompt_steps", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
+
+@_typing.final
+class PromptSteps(_message.Message):
+    """How prompts go into steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MS_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    OVER_GOAL_MS_FIELD_NUMBER: _builtins.int
+    in_flight: _builtins.int
+    """P: steps with prompt tokens"""
+    num_tokens: _builtins.int
+    """of such a step, decodes included"""
+    ms: _builtins.float
+    """of such a step on the slowest stage or link"""
+    bound: _builtins.str
+    """"stage 1", "link 0-1" or "goal" """
+    over_goal_ms: _builtins.float
+    """by which even the smallest step with prompt tokens misses the goal; 0: it is kept"""
+    def __init__(
+        self,
+        *,
+        in_flight: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        ms: _builtins.float = ...,
+        bound: _builtins.str = ...,
+        over_goal_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "in_flight", b"in_flight", "ms", b"ms", "num_tokens", b"num_tokens", "over_goal_ms", b"over_goal_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptSteps: _TypeAlias = PromptSteps  # noqa: Y015
 
 @_typing.final
 class ExpertShare(_message.Message):

@@ -636,6 +636,7 @@ class ServeSpec(_message.Message):
     EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
+    ITL_GOAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -662,6 +663,8 @@ class ServeSpec(_message.Message):
     """"auto", or a share such as "40%" (edgepipe.spec.expert_places); empty: none"""
     template_keywords: _builtins.str
     """JSON: of the chat template, where a request does not say; empty: none"""
+    itl_goal: _builtins.str
+    """time that prompts may add to a decode's turn, "100ms", or "off"; empty: the default"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -695,10 +698,11 @@ class ServeSpec(_message.Message):
         experts_in_ram: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         template_keywords: _builtins.str = ...,
+        itl_goal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,7 @@ class RingModel:
         return found
 
     def _fill(self, sequences: int, prompt: int) -> None:
-        limit = self.sizes.limit(prompts_wait=False)
+        limit = self.sizes.sizing.micro_batches
         while len(self.in_flight) < limit and self._ready > 0:
             rows = min(self._ready, -(-sequences // limit))
             self._ready -= rows

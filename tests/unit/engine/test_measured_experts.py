@@ -65,9 +65,10 @@ def test_predicted_times_follow_the_experts_that_steps_read() -> None:
     truth = half_of_the_model(SKEW)
     ring = make_ring(truth)
     ring.run(sequences=SEQUENCES, steps=300)
-    (slice_s, _) = ring.sizes.prefill_cap.slices
-    assert slice_s(work(1)) == pytest.approx(truth.step_s(work(1)), rel=0.08), "the bound alone is 40 % off"
-    assert slice_s(work(24)) == pytest.approx(truth.step_s(work(24)), rel=0.08)
+    for tokens in (1, 24):
+        expected = ring.sizes.pacer.passage(work(tokens))
+        assert expected is not None
+        assert expected.server_s == pytest.approx(truth.step_s(work(tokens)), rel=0.08), "the bound alone is 40 % off"
 
 
 def test_the_engine_reports_the_shares_of_its_steps() -> None:

@@ -9,7 +9,7 @@ import pytest
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
-from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.scheduler.pacing import most_prompt_steps
 from edgepipe.wire.plans import LinkSample, StepTiming
 from tests.support.engine.ring_model import ROW_BYTES, RingModel, scheduled
 
@@ -74,17 +74,8 @@ def test_a_hop_is_measured_without_a_common_clock() -> None:
 def test_a_fixed_m_stays() -> None:
     ring = model(10, 10, fixed=5, one_way_ms=40)
     assert set(ring.run(sequences=32, steps=60)) == {5}
-    assert ring.sizes.most == 5
-    assert ring.sizes.limit(prompts_wait=True) == 5
+    assert ring.sizes.most == 5 + most_prompt_steps(2)
     assert ring.sizes.sizing.tokens_per_s > 0
-
-
-def test_prompts_have_all_stages_whatever_m_is() -> None:
-    ring = model(10, 10, 10)
-    ring.run(sequences=1, steps=40)
-    assert ring.sizes.limit(prompts_wait=False) == 1
-    assert ring.sizes.limit(prompts_wait=True) == 3
-    assert ring.sizes.most == most_micro_batches(3)
 
 
 def test_a_turn_is_latency_beside_what_is_told() -> None:

@@ -55,22 +55,23 @@ def test_where_nobody_decodes_a_prompt_is_spread_over_the_micro_batches_only() -
     assert prefill(alone._replace(micro_batches=1)) == 1000
 
 
-def test_no_more_prefill_than_the_slowest_link_uploads_beside_the_decodes() -> None:
-    assert prefill(BUSY._replace(link_cap_tokens=100)) == 92
-    assert prefill(BUSY._replace(link_cap_tokens=5)) == 32, "never token by token"
-
-
-def test_no_more_prefill_than_the_slowest_stage_computes_in_the_time_allowed() -> None:
-    assert prefill(BUSY._replace(prefill_cap_tokens=300)) == 292
-    assert prefill(BUSY._replace(prefill_cap_tokens=3000)) == 1000
-    assert prefill(BUSY._replace(prefill_cap_tokens=5)) == 32, "it always goes on"
+def test_steps_with_prompt_tokens_have_the_planned_size() -> None:
+    assert prefill(BUSY._replace(step_tokens=300)) == 292
+    assert prefill(BUSY._replace(step_tokens=5)) == 1, "it always goes on"
     alone = BUSY._replace(running_decodes=0, ready_decodes=0, sampling_rows_in_flight=())
-    assert prefill(alone._replace(prefill_cap_tokens=300)) == 300
+    assert prefill(alone._replace(step_tokens=300)) == 300
+    assert prefill(alone._replace(step_tokens=9000)) == 2048
+
+
+def test_planned_chunks_of_admitted_prompts_do_not_fade_for_they_hold_their_blocks() -> None:
+    full = BUSY._replace(step_tokens=300, free_blocks=60)
+    assert prefill(full) == 21
+    assert prefill(full._replace(free_blocks=0, reserved_tokens=60 * 16)) == 292
 
 
 def test_sarathi_keeps_to_the_time_allowed_too() -> None:
-    assert SarathiPolicy().budget(BUSY._replace(prefill_cap_tokens=300)).prefill_tokens == 292
-    assert SarathiPolicy().budget(BUSY._replace(prefill_cap_tokens=5)).prefill_tokens == 32
+    assert SarathiPolicy().budget(BUSY._replace(most_prefill_tokens=300)).prefill_tokens == 292
+    assert SarathiPolicy().budget(BUSY._replace(most_prefill_tokens=5)).prefill_tokens == 32
 
 
 @given(running=st.integers(0, 200), micro_batches=st.integers(1, 12))

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.scheduler import POLICIES, Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy, make_policy
+from edgepipe.scheduler.pacing import Pacer, RingTimes
 from tests.support.worlds.scheduler import VOCAB, World, limits, spec
 
 Action = tuple[str, int, int, int]
@@ -62,6 +64,16 @@ def test_every_sequence_gets_its_tokens_in_many_more_worlds(
     play(pipeline, policy, actions)
 
 
+def _pacer(*, stages: int, most_tokens: int, goal_s: float | None) -> Pacer:
+    """A ring whose stages take 2 ms and 0.1 ms per token."""
+
+    def step_s(work: StepWork) -> float:
+        return 2e-3 + 1e-4 * work.tokens
+
+    ring = RingTimes([[step_s]] * stages, [lambda tokens: 2e-4 * tokens] * (stages - 1), lambda: 1e-3)
+    return Pacer(ring, most_tokens=most_tokens, goal_s=goal_s)
+
+
 def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> None:
     """Do all this, then let the rest run."""
     world = World(pipeline, policy)
@@ -76,7 +88,7 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
             world.cancel(a % next_id + 1, at_position=c)
         elif kind == "m":
             world.scheduler.set_micro_batches(a % 6 + 1)
-            world.scheduler.set_link_cap(b if c % 2 else None)
+            world.scheduler.set_pacer(_pacer(stages=a % 4 + 1, most_tokens=b + 1, goal_s=c * 1e-3 if c % 2 else None))
         elif kind == "e":
             world.next_epoch(lost=LOSSES[c % len(LOSSES)] if b % 2 else ())
         world.fill()

@@ -14,7 +14,6 @@ from edgepipe.scheduler.sizing import (
     RingMeasurements,
     Sizer,
     StageCurve,
-    link_cap_tokens,
     most_micro_batches,
 )
 
@@ -319,13 +318,6 @@ def test_a_fixed_m_is_told_with_what_it_gives() -> None:
     sizing = sizer.sizing
     assert (sizing.why, sizing.bottleneck) == ("7, as asked for", "stage 1")
     assert sizing.tokens_per_s > 0
-
-
-def test_the_cap_is_what_the_slowest_link_uploads_while_the_slowest_device_computes() -> None:
-    token_s = ROW_BYTES / (100 * 125_000)
-    assert link_cap_tokens(ring(10.0, 20.0, mbit=100.0, row_ms=0.0), rows=16) == int(0.020 / token_s)
-    assert link_cap_tokens(ring(20.0), rows=16) is None, "no link"
-    assert link_cap_tokens(ring(10.0, 20.0, mbit=1000.0, row_ms=1.0), rows=20) == int(0.040 / token_s * 10)
 
 
 def test_where_nothing_changes_looks_are_rarer_until_sequences_come_or_go() -> None:

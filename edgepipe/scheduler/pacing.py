@@ -1,0 +1,339 @@
+"""Choose the size of prompt chunks and how many are in flight, from the expected times of a ring's servers. PURE.
+
+Devices and links are servers. A chunk of c tokens takes the slowest of them ``T(c)`` seconds, and the whole ring
+``turn(c)``: all devices and links one after another, and the latency. P chunks in flight keep the slowest server busy
+if ``P * T >= turn``.
+
+While no sequence decodes, the prompts that wait are cut into n chunks. They take ``(n - 1) * T + turn``: more chunks
+fill and drain the ring faster, fewer repeat the fixed work of a chunk less often. With W seconds of work on each of N
+equal servers and fixed work f, the best n is ``sqrt(W * (N - 1) / f)``. The pacer compares the forecasts of some n
+instead, since fixed work differs between servers and grows with the tokens where experts are read. The chunks of a
+prompt take the slowest server equally long: attention grows with the position, so their tokens fall.
+
+While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
+by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import NamedTuple
+
+from edgepipe.backend.cost import StepWork
+from edgepipe.errors import ConfigInvalid
+from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.units import parse_duration_s
+
+DEFAULT_ITL_GOAL = "100ms"
+"""Goal if the user gives none. Readers notice pauses of a quarter of a second; prompts lose a few per cent."""
+
+MIN_CHUNK_TOKENS = 32
+"""Smallest planned chunk: a smaller one costs a ring about as much."""
+
+_LONGEST_GOAL_S = 60.0
+_ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
+_ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
+_MOST_CHUNKS = 512  # chunks of one forecast; more would be a prompt of a million tokens in steps of two thousand
+_FINER = 1.3  # factor between the numbers of chunks that are compared
+_HOST_S = 0.0005  # fixed work of a step on each server's host: plans, messages, waking threads
+_PRECISION = 16  # sizes are found within a sixteenth
+_KEPT = 0.9  # share of the goal that forecasts may use: steps vary
+_CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
+_EQUAL = 0.03  # forecasts within this share are equal
+_SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
+
+
+def parse_itl_goal(text: str) -> float | None:
+    """Return the seconds of ``"100ms"``, None for ``"off"``, the default's for an empty text. Raises ConfigInvalid."""
+    if text == "off":
+        return None
+    try:
+        goal_s = parse_duration_s(text or DEFAULT_ITL_GOAL)
+    except ConfigInvalid:
+        goal_s = 0.0
+    if not 0 < goal_s <= _LONGEST_GOAL_S:
+        raise ConfigInvalid(
+            f"--itl-goal cannot be '{text}'",
+            fact="it is the time that prompts may add to each token of a chat, above 0 and up to a minute",
+            next_step="give a time such as 100ms or 0.3s, or off",
+        )
+    return goal_s
+
+
+def most_prompt_steps(num_stages: int) -> int:
+    """Return the most steps in flight with prompt tokens: P, and one for decodes that ride in time."""
+    return most_micro_batches(num_stages) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RingTimes:
+    """Expected times of steps on the servers of a ring."""
+
+    stages: Sequence[Sequence[Callable[[StepWork], float]]]  # seconds on each slice of each device; 0: not known
+    uploads: Sequence[Callable[[int], float]]  # seconds of each link for a step of so many tokens; 0: not known
+    latency_s: Callable[[], float]  # part of a turn in which a step occupies no server
+
+
+class Passage(NamedTuple):
+    """Expected times of one step around the ring."""
+
+    server_s: float  # T: on the slowest server
+    turn_s: float
+    slowest: str  # "stage 1" or "link 0-1"
+
+
+class Waiting(NamedTuple):
+    """Prompts that wait for the next chunk, and the decodes beside it."""
+
+    prompt: int  # identity of the oldest prompt: forecasts hold for it
+    position: int  # tokens of the prompt that is furthest on: its next chunk attends to all of them
+    left: int  # tokens of the oldest prompt without a step
+    others: int  # tokens of the other prompts without a step
+    decodes: int = 0  # sequences that decode
+    context: int = 1  # tokens that each of them attends to, in the mean
+    micro_batches: int = 1  # M
+    protected: bool = False  # whether one of the decoding sequences is interactive
+
+
+class Chunk(NamedTuple):
+    """How the next prompt tokens go into steps."""
+
+    step_tokens: int  # tokens of a step with prompt tokens, decodes included
+    in_flight: int  # P: steps with prompt tokens in flight
+    seconds: float  # expected on the slowest server
+    bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
+    over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
+
+
+class Pacer:
+    """Chooses chunks for one ring and keeps the forecast of the prompt that is computed now."""
+
+    def __init__(
+        self,
+        ring: RingTimes,
+        *,
+        most_tokens: int,
+        goal_s: float | None = None,
+        most_in_flight_tokens: int | None = None,
+    ) -> None:
+        """
+        most_tokens            prompt tokens of a step
+        goal_s                 seconds that prompts may add to a decode's turn; None: no bound
+        most_in_flight_tokens  tokens of one prompt in all steps in flight; None: no bound
+        """
+        self._ring = ring
+        self._goal_s = goal_s
+        self._most = most_tokens
+        self._most_in_flight = most_prompt_steps(len(ring.stages)) - 1
+        self._room = most_in_flight_tokens or inf
+        self._target: tuple[int, float] | None = None  # oldest prompt, and the seconds of its chunks
+        self._tokens = 0  # size of the newest chunk: where the search for the next one begins
+        self._beside: tuple[tuple[int, int, int], Chunk] | None = None  # newest choice beside decodes, and its load
+
+    def passage(self, work: StepWork) -> Passage | None:
+        """Return a step's expected times; None while a stage's are not known."""
+        slowest, longest_s, sum_s = "", 0.0, 0.0
+        for index, slices in enumerate(self._ring.stages):
+            seconds = 0.0
+            for step_s in slices:
+                if not (slice_s := step_s(work)):
+                    return None
+                seconds += slice_s + _HOST_S
+            sum_s += seconds
+            if seconds > longest_s:
+                slowest, longest_s = f"stage {index}", seconds
+        for index, upload_s in enumerate(self._ring.uploads):
+            seconds = upload_s(work.tokens)
+            sum_s += seconds
+            if seconds > longest_s:
+                slowest, longest_s = f"link {index}-{index + 1}", seconds
+        return Passage(longest_s, sum_s + self._ring.latency_s(), slowest)
+
+    def most_tokens(self, position: int, *, waiting: int) -> int:
+        """Return the most prompt tokens of a step that begins at ``position``, however long they take others.
+
+        They take the slowest stage at most ``_ALONE_S``, or some decode steps; at least one token.
+        """
+        most = min(waiting, self._most)
+        limit_s = 0.0
+        for slices in self._ring.stages:
+            limit_s = max(limit_s, sum([step_s(_chunk(position, 1)) for step_s in slices]))
+        limit_s = max(_ALONE_S, _ALONE * limit_s)
+        for slices in self._ring.stages:
+            most = _largest(slices, position, most=most, limit_s=limit_s)
+        return most
+
+    def chunk(self, waiting: Waiting) -> Chunk | None:
+        """Return the size and number of the next steps with prompt tokens; None while a stage's times are not known."""
+        if waiting.protected and self._goal_s is not None:
+            return self._chunk_beside(waiting, self._goal_s)
+        return self._chunk_alone(waiting)
+
+    # While no decode is protected
+
+    def _chunk_alone(self, waiting: Waiting) -> Chunk | None:
+        most = self.most_tokens(waiting.position, waiting=waiting.left + waiting.others)
+        target = self._target
+        if target is None or target[0] != waiting.prompt:
+            if (target_s := self._best_s(waiting, most)) is None:
+                return None
+            self._target = target = (waiting.prompt, target_s)
+            self._tokens = most
+        tokens = self._tokens = self._equal(waiting, most, target[1])
+        passage = self.passage(_chunk(waiting.position, tokens))
+        if passage is None:
+            return None
+        in_flight = self._in_flight(passage, tokens)
+        tokens += _rows(waiting, in_flight)
+        return Chunk(tokens, in_flight, passage.server_s, passage.slowest)
+
+    def _best_s(self, waiting: Waiting, most: int) -> float | None:
+        """Return the seconds of a chunk on the slowest server that end the waiting prompts first.
+
+        Among numbers of chunks that end them about equally soon, it is the smallest: each step costs the hosts work.
+        """
+        total = waiting.left + waiting.others
+        middle = waiting.position + waiting.left // 2
+        first = self.passage(_chunk(waiting.position, most))
+        ends: list[tuple[float, float]] = []  # seconds until the end, and of a chunk
+        number = -(-total // most)
+        while not ends or (number <= _MOST_CHUNKS and total >= number * MIN_CHUNK_TOKENS):
+            tokens = -(-total // number)
+            passage = self.passage(_chunk(middle, tokens))
+            if passage is None or first is None:
+                return None
+            period_s = max(passage.server_s, passage.turn_s / self._in_flight(passage, tokens))
+            ends.append(((number - 1) * period_s + passage.turn_s, min(passage.server_s, first.server_s)))
+            number = max(number + 1, int(number * _FINER))
+        soonest_s = min(ends)[0]
+        return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL))
+
+    def _equal(self, waiting: Waiting, most: int, target_s: float) -> int:
+        """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
+        tokens = float(min(self._tokens, most))
+        for _ in range(3):  # nearly linear: each round divides the error
+            passage = self.passage(_chunk(waiting.position, max(1, round(tokens))))
+            if passage is None or abs(passage.server_s - target_s) < target_s / _PRECISION:
+                break
+            tokens = min(max(tokens * target_s / passage.server_s, MIN_CHUNK_TOKENS), most)
+        if waiting.others:
+            return min(most, max(1, round(tokens)))
+        number = max(1, round(waiting.left / tokens), -(-waiting.left // most))
+        return -(-waiting.left // number)
+
+    def _in_flight(self, passage: Passage, tokens: int, *, spare: int = 1) -> int:
+        """Return P: enough to keep the slowest server busy, and no more than windows have room for.
+
+        A ``spare`` step waits at that server, since steps vary.
+        """
+        if len(self._ring.stages) == 1:
+            return 1
+        wanted = min(ceil(passage.turn_s / passage.server_s) + spare, self._most_in_flight)
+        return max(1, min(wanted, int(self._room // tokens)) if self._room < inf else wanted)
+
+    # While interactive sequences decode
+
+    def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
+        self._target = None
+        load = (waiting.position >> 10, waiting.decodes, waiting.micro_batches)
+        if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
+            return self._beside[1]
+        alone = self.passage(_decodes(waiting, -(-waiting.decodes // waiting.micro_batches)))
+        if alone is None:
+            return None
+        limit_s = max(alone.turn_s, waiting.micro_batches * alone.server_s) + _KEPT * goal_s
+        best: tuple[float, Chunk] | None = None  # seconds until the prompts end
+        for tokens in _sizes(self._most):
+            found = self._best_beside(waiting, tokens, limit_s)
+            if found is None:
+                return None
+            if best is not None and found[1].over_goal_s > 0:
+                best = (best[0], best[1]._replace(bound="goal"))
+                break
+            if best is None or found[0] < best[0] * (1 - _EQUAL):
+                best = found
+        assert best is not None  # there is always a smallest size
+        self._beside = (load, best[1])
+        return best[1]
+
+    def _holds(self, waiting: Waiting, chunk: Chunk) -> bool:
+        """Whether a step of this size still takes about as long as when it was chosen."""
+        rows = _rows(waiting, chunk.in_flight)
+        passage = self.passage(_riding(waiting, max(1, chunk.step_tokens - rows), rows))
+        return passage is not None and abs(passage.server_s - chunk.seconds) <= _CHANGED * chunk.seconds
+
+    def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float) -> tuple[float, Chunk] | None:
+        """Return the best P for steps of this size, and the seconds until the prompts end.
+
+        The smaller P leaves the slowest server idle for a part of each turn, the larger one lets steps queue there.
+        """
+        before = self._beside[1].in_flight if self._beside is not None else waiting.micro_batches
+        rows = _rows(waiting, before)
+        prompt_tokens = max(1, tokens - rows)
+        passage = self.passage(_riding(waiting, prompt_tokens, rows))
+        if passage is None:
+            return None
+        filled = self._in_flight(passage, tokens, spare=0)
+        choices: list[tuple[float, float, Chunk]] = []
+        for in_flight in range(max(1, filled - 1), filled + 1):
+            turn_s = max(passage.turn_s, in_flight * passage.server_s)
+            ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
+            over_s = max(0.0, turn_s - limit_s)
+            bound = "goal" if over_s else passage.slowest
+            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s)))
+        _, ends_s, chunk = min(choices)
+        return ends_s, chunk
+
+
+def _rows(waiting: Waiting, in_flight: int) -> int:
+    """Return the decodes that ride in each of so many steps."""
+    return -(-waiting.decodes // max(1, min(waiting.micro_batches, in_flight)))
+
+
+def _sizes(most: int) -> list[int]:
+    """Return sizes of steps, ascending: multiples of 8, since kernels work in tiles."""
+    sizes, octave = [min(MIN_CHUNK_TOKENS, most)], MIN_CHUNK_TOKENS
+    while octave <= most:
+        sizes += [size for part in _SIZES_PER_OCTAVE if sizes[-1] < (size := int(part * octave)) <= most]
+        octave *= 2
+    return sizes
+
+
+def _largest(slices: Sequence[Callable[[StepWork], float]], position: int, *, most: int, limit_s: float) -> int:
+    """Return the largest chunk within ``limit_s`` on one device; at least one token, however long it takes."""
+
+    def fits(tokens: int) -> bool:
+        work = _chunk(position, tokens)
+        return sum([step_s(work) for step_s in slices]) <= limit_s
+
+    low, high = 1, most
+    if fits(high):
+        return high
+    while high - low > 1 + low // _PRECISION:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _chunk(position: int, tokens: int) -> StepWork:
+    return StepWork.of_rows((position,), (tokens,), logit_rows=1)
+
+
+def _decodes(waiting: Waiting, rows: int) -> StepWork:
+    rows = max(1, rows)
+    kv_tokens = rows * max(1, waiting.context)
+    return StepWork(tokens=rows, rows=rows, kv_tokens=kv_tokens, attention_pairs=float(kv_tokens), logit_rows=rows)
+
+
+def _riding(waiting: Waiting, tokens: int, rows: int) -> StepWork:
+    """Return the work of a step in which decodes ride with a chunk."""
+    chunk, kv_tokens = _chunk(waiting.position, tokens), rows * max(1, waiting.context)
+    return StepWork(
+        tokens=tokens + rows,
+        rows=chunk.rows + rows,
+        kv_tokens=chunk.kv_tokens + kv_tokens,
+        attention_pairs=chunk.attention_pairs + kv_tokens,
+        logit_rows=chunk.logit_rows + rows,
+    )
