@@ -32,12 +32,14 @@ DEFAULT_ITL_GOAL = "100ms"
 MIN_CHUNK_TOKENS = 32
 """Smallest planned chunk: a smaller one costs a ring about as much."""
 
+HOST_S = 0.0005
+"""Estimate of a step's fixed work on the host of each slice: plans, messages, waking threads."""
+
 _LONGEST_GOAL_S = 60.0
 _ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
 _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
 _MOST_CHUNKS = 512  # chunks of one forecast; more would be a prompt of a million tokens in steps of two thousand
 _FINER = 1.3  # factor between the numbers of chunks that are compared
-_HOST_S = 0.0005  # fixed work of a step on each server's host: plans, messages, waking threads
 _PRECISION = 16  # sizes are found within a sixteenth
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
@@ -105,6 +107,7 @@ class Chunk(NamedTuple):
     seconds: float  # expected on the slowest server
     bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
     over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
+    spaced: bool = False  # whether steps without decodes join one by one, so that no decode waits for several
 
 
 class Pacer:
@@ -140,7 +143,7 @@ class Pacer:
             for step_s in slices:
                 if not (slice_s := step_s(work)):
                     return None
-                seconds += slice_s + _HOST_S
+                seconds += slice_s + HOST_S
             sum_s += seconds
             if seconds > longest_s:
                 slowest, longest_s = f"stage {index}", seconds
@@ -174,14 +177,13 @@ class Pacer:
     # While no decode is protected
 
     def _chunk_alone(self, waiting: Waiting) -> Chunk | None:
-        most = self.most_tokens(waiting.position, waiting=waiting.left + waiting.others)
         target = self._target
         if target is None or target[0] != waiting.prompt:
-            if (target_s := self._best_s(waiting, most)) is None:
+            if (target_s := self._best_s(waiting)) is None:
                 return None
             self._target = target = (waiting.prompt, target_s)
-            self._tokens = most
-        tokens = self._tokens = self._equal(waiting, most, target[1])
+            self._tokens = self._most
+        tokens = self._tokens = self._equal(waiting, target[1])
         passage = self.passage(_chunk(waiting.position, tokens))
         if passage is None:
             return None
@@ -189,13 +191,14 @@ class Pacer:
         tokens += _rows(waiting, in_flight)
         return Chunk(tokens, in_flight, passage.server_s, passage.slowest)
 
-    def _best_s(self, waiting: Waiting, most: int) -> float | None:
+    def _best_s(self, waiting: Waiting) -> float | None:
         """Return the seconds of a chunk on the slowest server that end the waiting prompts first.
 
         Among numbers of chunks that end them about equally soon, it is the smallest: each step costs the hosts work.
         """
         total = waiting.left + waiting.others
         middle = waiting.position + waiting.left // 2
+        most = self.most_tokens(waiting.position, waiting=total)
         first = self.passage(_chunk(waiting.position, most))
         ends: list[tuple[float, float]] = []  # seconds until the end, and of a chunk
         number = -(-total // most)
@@ -210,8 +213,9 @@ class Pacer:
         soonest_s = min(ends)[0]
         return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL))
 
-    def _equal(self, waiting: Waiting, most: int, target_s: float) -> int:
+    def _equal(self, waiting: Waiting, target_s: float) -> int:
         """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
+        most = min(self._most, waiting.left + waiting.others)
         tokens = float(min(self._tokens, most))
         for _ in range(3):  # nearly linear: each round divides the error
             passage = self.passage(_chunk(waiting.position, max(1, round(tokens))))
@@ -237,7 +241,7 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (waiting.position >> 10, waiting.decodes, waiting.micro_batches)
+        load = (waiting.position >> 10, _about(waiting.decodes), waiting.micro_batches)
         if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
             return self._beside[1]
         alone = self.passage(_decodes(waiting, -(-waiting.decodes // waiting.micro_batches)))
@@ -282,9 +286,15 @@ class Pacer:
             ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
             over_s = max(0.0, turn_s - limit_s)
             bound = "goal" if over_s else passage.slowest
-            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s)))
+            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s, True)))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
+
+
+def _about(count: int) -> int:
+    """Return the count with its three leading bits, so that a choice holds for similar loads."""
+    rest = max(0, count.bit_length() - 3)
+    return count >> rest << rest
 
 
 def _rows(waiting: Waiting, in_flight: int) -> int:

@@ -292,10 +292,11 @@ class Scheduler:
     def _may_prefill(self, draft: Draft) -> bool:
         """Whether the step may hold prompt tokens.
 
-        While sequences decode, one step without decodes may follow each step that retires: more at once would delay
+        Beside protected decodes, one step without decodes may follow each step that retires: more at once would delay
         the decodes that come back next by more than one chunk.
         """
-        return self._prompt_slot and (bool(draft.decodes) or not self._num_decodes or self._may_add_chunk)
+        spaced = self._chunk is not None and self._chunk.spaced
+        return self._prompt_slot and (bool(draft.decodes) or self._may_add_chunk or not spaced)
 
     @property
     def prompt_steps(self) -> int:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 import edgepipe.engine.engine_epoch
+import edgepipe.engine.micro_batches
 import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
@@ -112,6 +113,7 @@ def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
         assert getattr(FastForwardScheduler, name) is getattr(Scheduler, name)
     assert edgepipe.engine.engine_epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
+    assert edgepipe.engine.micro_batches.Pacer is edgepipe.simulation.simulator.Pacer
 
 
 REPEATED = {
@@ -213,10 +215,9 @@ def test_every_request_gets_its_tokens_in_order_and_every_stage_takes_one_step_a
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
     for step in report.steps:
         assert all(before[1] <= after[0] for before, after in pairwise(step.stages))
-    in_flight = [
-        sum(other.planned_s <= step.planned_s < other.stages[-1][1] for other in report.steps) for step in report.steps
-    ]
-    assert max(in_flight) <= 5
+    decodes = [step for step in report.steps if step.decode_rows]
+    in_flight = [sum(other.planned_s <= step.planned_s < other.stages[-1][1] for other in decodes) for step in decodes]
+    assert max(in_flight) <= 5, "steps with decodes"
 
 
 def test_a_closed_loop_keeps_its_users_busy_and_no_more() -> None:
@@ -242,7 +243,7 @@ def test_a_full_ring_is_as_fast_over_a_lan_as_over_ideal_links_and_slower_over_a
         served(gpus(link=link), workload, micro_batches=5).steady_tokens_per_s
         for link in ("ideal", "1gbit,1ms", "30mbit,20ms")
     ]
-    assert rates[0] == pytest.approx(rates[1], rel=0.01)
+    assert rates[0] == pytest.approx(rates[1], rel=0.02)
     assert rates[0] > 2 * rates[2]
 
 
