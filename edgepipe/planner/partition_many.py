@@ -3,11 +3,15 @@
 It does not enumerate sets. A dynamic program over devices and layers, with two flags for the ends, finds the best
 counts if every device pays its cheapest incoming link: the true price if links are equal, else a bound. The chosen
 devices are then ordered, exactly for up to ten, by 2-opt for more. ``bound_s`` tells how much better it could be.
+
+Where links differ, the ring of the cheapest links may not exist, and its devices may lie far apart. So an exact search
+over the ten best devices follows, and the better partition counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -34,6 +38,7 @@ from edgepipe.planner.partition import (
 )
 
 _BOTH = EMBEDS | HEAD
+_WORTH = 0.01  # share by which a cycle may be shorter for which a second search is worth its time
 
 
 class _Option(NamedTuple):
@@ -54,14 +59,38 @@ class ManySearch:
         self._first = first
         self._must = frozenset(must)
         self._num_devices = num_devices
+        self._few: ExactSearch | None = None  # over ten devices, those that must be used first; None: not tried
+        self._wanted = self._must if first is None else self._must | {first}
+        if num_devices > EXACT_DEVICES >= max(count, len(self._wanted)):
+            few_first = None if first is None else 0
+            self._few = ExactSearch(EXACT_DEVICES, count=count, first=few_first, must=range(len(self._wanted)))
 
     def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
         """Return the best partition found with a cycle below ``below_s``, or None. ``near_s``: estimate of its T."""
+        found = self.candidates(problem, below_s=below_s, near_s=near_s)
+        return min(found, key=lambda partition: partition.cycle_s, default=None)
+
+    def candidates(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> list[Partition]:
+        """Return the partitions found with cycles below ``below_s``: of all devices, then of the ten best if better."""
         tables = self._crossing(problem, below_s, near_s)
         bound_s = _bound_s(tables, problem)
         shares = [self._share(problem, table, bound_s) for table in tables if table.best_s < inf]
         found = [partition for partition in shares if partition is not None and partition.cycle_s < below_s]
-        return min(found, key=lambda partition: partition.cycle_s, default=None)
+        shortest_s = min((partition.cycle_s for partition in found), default=below_s)
+        few = (
+            self._among_few(problem, below_s=shortest_s, near_s=near_s) if bound_s < shortest_s * (1 - _WORTH) else None
+        )
+        return found if few is None else [*found, replace(few, bound_s=min(bound_s, few.cycle_s))]
+
+    def _among_few(self, problem: PartitionProblem, *, below_s: float, near_s: float) -> Partition | None:
+        """Return the best partition of the devices that must be used and the best others, ten together."""
+        if self._few is None:
+            return None
+        wanted = sorted(self._wanted, key=lambda device: (device != self._first, device))
+        others = [device for device in _best_first(problem) if device not in wanted]
+        picked = [*wanted, *others][:EXACT_DEVICES]
+        found = self._few.best(_restricted(problem, picked), below_s=below_s, near_s=near_s)
+        return None if found is None else replace(found, devices=tuple(picked[device] for device in found.devices))
 
     def bound_s(self, problem: PartitionProblem, *, below_s: float = inf) -> float:
         """Return a lower bound of every partition's cycle; infinite if it is not below ``below_s``."""
@@ -269,20 +298,39 @@ def shortest_way(
     return tuple(_two_opt(hop, order))
 
 
-def _exact_path(
-    problem: PartitionProblem, devices: list[int], first: int, last: int, limit_s: float
-) -> tuple[int, ...]:
+def _best_first(problem: PartitionProblem) -> list[int]:
+    """Return the devices, the shortest step of an even share of the layers first, with the cheapest link to it."""
+    hop_s = problem.upload_s + problem.latency_s
+    np.fill_diagonal(hop_s, inf)
+    share_s = problem.base_s + problem.layer_s * problem.num_layers / EXACT_DEVICES + hop_s.min(axis=0)
+    return np.argsort(share_s, kind="stable").tolist()
+
+
+def _restricted(problem: PartitionProblem, devices: Sequence[int]) -> PartitionProblem:
+    """Return the problem with equal layers for some of its devices, in this order."""
     picked = np.array(devices)
-    small = PartitionProblem(
-        num_layers=len(devices),
-        micro_batches=1,
+    links = np.ix_(picked, picked)
+    return PartitionProblem(
+        num_layers=problem.num_layers,
+        micro_batches=problem.micro_batches,
         base_s=problem.base_s[picked],
         layer_s=problem.layer_s[picked],
         head_s=problem.head_s[picked],
+        most_layers=problem.most_layers[picked],
+        upload_s=problem.upload_s[links],
+        latency_s=problem.latency_s[links],
+        closing_s=problem.closing_s[links],
+    )
+
+
+def _exact_path(
+    problem: PartitionProblem, devices: list[int], first: int, last: int, limit_s: float
+) -> tuple[int, ...]:
+    small = replace(
+        _restricted(problem, devices),
+        num_layers=len(devices),
+        micro_batches=1,
         most_layers=np.full((len(devices), 4), len(devices)),
-        upload_s=problem.upload_s[np.ix_(picked, picked)],
-        latency_s=problem.latency_s[np.ix_(picked, picked)],
-        closing_s=problem.closing_s[np.ix_(picked, picked)],
     )
     search = ExactSearch(len(devices), count=len(devices), first=devices.index(first))
     _, _, lasts = search.choices()

@@ -393,9 +393,12 @@ class ManyUnequalSearch:
         bound_s = self._many.bound_s(_easier(problem), below_s=below_s)
         if bound_s >= below_s:
             return None
-        mean = self._many.best(replace(problem, unequal=None), below_s=_ESTIMATE * below_s, near_s=near_s)
-        found = None if mean is None else shared_out(problem, mean.devices, below_s=below_s)
-        return None if found is None else replace(found, bound_s=min(bound_s, found.cycle_s))
+        means = self._many.candidates(replace(problem, unequal=None), below_s=_ESTIMATE * below_s, near_s=near_s)
+        orders = dict.fromkeys(mean.devices for mean in means)
+        shares = [shared_out(problem, order, below_s=below_s) for order in orders]
+        found = [partition for partition in shares if partition is not None]
+        best = min(found, key=lambda partition: partition.cycle_s, default=None)
+        return None if best is None else replace(best, bound_s=min(bound_s, best.cycle_s))
 
     def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
         """Return a more balanced partition of the same devices in order. See ``ExactSearch.balanced``."""

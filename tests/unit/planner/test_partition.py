@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,3 +81,43 @@ def test_sixteen_devices_in_a_way_that_no_turn_round_shortens() -> None:
             layers[start + 1 : start - 1 : -1],
         )
         assert evaluate(problem, order, layers).turn_s >= found.turn_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_ten_best_of_many_devices_give_a_ring_at_least_as_fast(seed: int) -> None:
+    """Two devices more than the exact search takes are useless, so it finds the best ring of all."""
+    generator = np.random.default_rng(300 + seed)
+    problem = random_instance(generator, devices=12, layers=24, alike=False)
+    problem.most_layers[:10] = 24
+    slow = generator.permutation(12)[:2]
+    problem.base_s[slow] = 1e3
+    rest = [device for device in range(12) if device not in slow]
+    small = replace(
+        problem,
+        **{name: getattr(problem, name)[rest] for name in ("base_s", "layer_s", "head_s", "most_layers")},
+        **{name: getattr(problem, name)[np.ix_(rest, rest)] for name in ("upload_s", "latency_s", "closing_s")},
+    )
+    found, best = ManySearch(12).best(problem), ExactSearch(10).best(small)
+    assert found is not None
+    assert best is not None
+    assert found.cycle_s <= best.cycle_s * 1.01
+    assert found.bound_s <= best.cycle_s * (1 + 1e-9)
+    assert evaluate(problem, found.devices, found.layers).cycle_s == pytest.approx(found.cycle_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wishes_are_kept_among_the_ten_best_of_many_devices(seed: int) -> None:
+    generator = np.random.default_rng(400 + seed)
+    problem = random_instance(generator, devices=13, layers=20, alike=False)
+    problem.most_layers[:] = 20
+    problem.layer_s[11] = 9.0  # it is none of the ten best
+    found = ManySearch(13, count=4, first=11, must=(3,)).best(problem)
+    assert found is not None
+    assert len(found.devices) == 4
+    assert found.devices[0] == 11
+    assert 3 in found.devices
+    assert sum(found.layers) == 20
+    assert ManySearch(13, count=4, first=11, must=(3,)).best(problem, below_s=found.cycle_s) is None
+    free = ManySearch(13).best(problem)
+    assert free is not None
+    assert free.cycle_s <= found.cycle_s * 1.01
