@@ -82,7 +82,6 @@ class Heartbeats:
         self._confirmed_more = asyncio.Event()  # set, and replaced, when a member confirms more
         self._converted: tuple[NodeState, pb.NodeState] | None = None  # this node's newest state, and its message
         self._dials: dict[str, asyncio.Task[None]] = {}
-        self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None

@@ -34,7 +34,6 @@ class AuditKind(StrEnum):
     REMOVED = "removed"
     PROMOTED = "promoted"
     DENIED = "denied"  # a call beyond the caller's role
-    FENCED = "fenced"  # an older epoch tried to act
     HANDSHAKE_REFUSED = "handshake refused"
     BAD_STATEMENT = "bad statement"  # a trust statement without a valid owner's signature
     STORE_DAMAGED = "store damaged"
