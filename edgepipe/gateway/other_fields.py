@@ -237,6 +237,7 @@ NO_EFFECT: Mapping[str, str] = {
     "request_id": "the header X-Request-Id names a request",
     "return_progress": "edgepipe sends no progress",
     "safety_identifier": "edgepipe sends no reports about users",
+    "service_tier": "in /v1/messages: the header X-Edgepipe-Priority sets the order of requests",
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
     "speed": "the model has one speed",
     "spaces_between_special_tokens": "answers contain no special tokens",
@@ -244,9 +245,12 @@ NO_EFFECT: Mapping[str, str] = {
     "store": "edgepipe stores no chat completions",
     "strict": "in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",
+    "toolset_name": "in blocks of /v1/messages: tools have no sets",
     "truncate": "edgepipe refuses a prompt that is too long and never cuts it",
+    "user_profile_id": "edgepipe sends no reports about users",
     "user": "edgepipe sends no reports about users",
     "verbose": "/api/show always sends everything",
+    "workspace_id": "edgepipe has no workspaces",
     "xtc_threshold": "only with xtc_probability, which is refused",
     **dict.fromkeys(
         (

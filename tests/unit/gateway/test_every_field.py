@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -17,6 +18,7 @@ from openai.types.responses import response_create_params
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.anthropic.body import CountBody, MessagesBody
 from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.protocols.responses.body import ResponsesBody
 from edgepipe.gateway.schema import (
@@ -158,6 +160,16 @@ OPENAI_CHAT = [*chat_create_params.CompletionCreateParamsBase.__annotations__, "
 OPENAI_TEXT = [*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"]
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+LOOK = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+COUNTED: dict[str, Any] = {
+    "model": "other",
+    "messages": [{"role": "user", "content": "hoho"}],
+    "system": "Be brief.",
+    "tools": [LOOK],
+    "tool_choice": ({"tools": [LOOK]}, {"type": "any"}),
+    "thinking": {"type": "disabled"},
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+}
 PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any], Sequence[str]]] = {
     "chat": (
         CHAT_PATH,
@@ -197,6 +209,29 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any]
             "function_call": CALL["function"],
         },
         MESSAGE,
+    ),
+    "anthropic": (
+        "/v1/messages",
+        {"messages": USER, "max_tokens": 9},
+        MessagesBody,
+        COUNTED
+        | {
+            "max_tokens": 3,
+            "stream": True,
+            "temperature": 0.5,
+            "top_k": 5,
+            "top_p": 0.5,
+            "stop_sequences": ["Paris"],
+        },
+        [name for name in message_create_params.MessageCreateParamsStreaming.__annotations__ if name != "betas"],
+    ),
+    "anthropic count": (
+        "/v1/messages/count_tokens",
+        {"messages": USER},
+        CountBody,
+        {name: probe for name, probe in COUNTED.items() if name not in ("tool_choice", "output_config")}
+        | {"tool_choice": ({"tools": [LOOK]}, {"type": "none"}), "output_config": {"effort": "low"}},
+        [*message_count_tokens_params.MessageCountTokensParams.__annotations__],
     ),
     "ollama chat": (
         "/api/chat",

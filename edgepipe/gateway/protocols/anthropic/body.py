@@ -219,7 +219,6 @@ class MessagesBody(CountBody):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """See CountBody."""

@@ -15,7 +15,7 @@ from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.model_facts import ModelFacts
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.protocols.answering import Answering
+from edgepipe.gateway.protocols.answering import Answering, prioritised
 from edgepipe.gateway.protocols.anthropic.body import CountBody, MessagesBody
 from edgepipe.gateway.protocols.anthropic.shape import MessagesShape
 from edgepipe.gateway.request_share import memory_of
@@ -35,11 +35,13 @@ class AnthropicHandlers:
         body = await self.answering.bodies.read(request, MessagesBody)
         service = self.answering.service
         try:
-            prepared = await service.chat(body.chat(), owner=owner_of(request), memory=memory_of(request))
+            chat = prioritised(body.chat(), request)
+            prepared = await service.chat(chat, owner=owner_of(request), memory=memory_of(request))
         except HttpProblem as problem:
             raise body.renamed(problem) from problem
         service.notes.tell(prepared.completion.model, body.notes())
-        shape = MessagesShape(prepared, message_id=service.ids.new("msg"), shows_thinking=body.shows_thinking)
+        message_id = service.ids.new("msg").replace("-", "_", 1)
+        shape = MessagesShape(prepared, message_id=message_id, shows_thinking=body.shows_thinking)
         return await self.answering.answer(request, prepared, shape, streams=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:

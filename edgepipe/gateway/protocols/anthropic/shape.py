@@ -104,6 +104,7 @@ class MessagesShape:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": counts.cached_prompt_tokens,
             "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": counts.reasoning_tokens},
         }
 
     def _begun(self, what: str, block: dict[str, Any]) -> list[str]:
