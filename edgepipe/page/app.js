@@ -8,6 +8,7 @@ import { PageStream } from "./data/stream.js";
 import { Hatches } from "./pictures/memory.js";
 import { ChatSession } from "./data/chat_session.js";
 import { Chat } from "./pages/chat.js";
+import { Connect } from "./pages/connect.js";
 import { Home } from "./pages/home.js";
 
 /**
@@ -22,6 +23,7 @@ const LOST_MS = 2000; // a shorter pause is no news
 const PAGES = [
   { id: "home", title: "Home", page: Home, alone: false },
   { id: "chat", title: "Chat", page: Chat, alone: true }, // old chats are readable without the node
+  { id: "connect", title: "Connect", page: Connect, alone: false },
 ];
 
 /** @type {Record<string, string>} */

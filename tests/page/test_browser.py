@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from edgepipe.errors import StageLost
 from edgepipe.gateway.access import AccessRules
@@ -22,7 +23,10 @@ from tests.support.gateways.server import Served, serving
 
 playwright = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
 HOSTILE = "<img src=x onerror=document.title='bad'>"
@@ -33,7 +37,7 @@ ANSWER = (
 KEY = "ep-a-long-enough-key"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Any]:
     async with playwright.async_playwright() as running:
         opened = await running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -178,7 +182,7 @@ async def test_pages_fit_narrow_screens_and_are_accessible(browser: Any, scheme:
     async with serving(FakeEngine(), change=_cluster) as served:
         options = {"viewport": {"width": 380, "height": 800}, "color_scheme": scheme, "bypass_csp": True}
         page, problems = await _page(browser, served, **options)
-        for name, wait in (("home", "svg.ring"), ("chat", ".composer")):
+        for name, wait in (("home", "svg.ring"), ("chat", ".composer"), ("connect", "section pre")):
             await page.goto(f"{served.http.base_url}/#{name}")
             await page.wait_for_selector(wait)
             assert await page.evaluate("document.documentElement.scrollWidth") <= 380, name
