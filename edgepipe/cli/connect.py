@@ -14,7 +14,7 @@ from edgepipe.errors import ConfigInvalid, ModelUnknown
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgepipe.cli.programs import Served
+    from edgepipe.gateway.programs import Served
 
 
 def connect(
@@ -27,7 +27,7 @@ def connect(
 ) -> None:
     """Print what a coding agent needs to use a model."""
     from edgepipe.cli.admin import run_async
-    from edgepipe.cli.programs import PROGRAMS, SMALL_CONTEXT, small_context
+    from edgepipe.gateway.programs import PROGRAMS, SMALL_CONTEXT, small_context
 
     if program not in PROGRAMS:
         raise ConfigInvalid(
@@ -51,8 +51,8 @@ async def _served_model(data_dir: Path, model: str) -> Served:
     """Return the served model that is meant. Raises ModelUnknown if none or several are, errors of the node."""
     from edgepipe.cli import admin
     from edgepipe.cli.find import served_engine
-    from edgepipe.cli.programs import Served
     from edgepipe.daemon.machine.http_keys import key_file, read_key
+    from edgepipe.gateway.programs import Served
 
     async with admin.connect(data_dir) as node:
         status = await node.status()

@@ -164,6 +164,11 @@ def address_of(client: tuple[str, int] | None) -> str:
     return f"address:{client[0] if client is not None else ''}"
 
 
+def is_address(owner: str) -> bool:
+    """Return whether the user sent no key, see ``address_of``."""
+    return owner.startswith("address:")
+
+
 def _is_open(scope: Scope) -> bool:
     """Return whether a request needs no key."""
     return scope["path"] in OPEN_PATHS or is_page_file(scope)

@@ -112,6 +112,7 @@ class Gateway:
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self._page = Page(
             feed=PageFeed(node_name=node_name, edgepipe_version=__version__, clock=clock),
+            models=self._models,
             turns=answers.turns,
             timeouts=answers.timeouts,
         )

@@ -6,6 +6,9 @@ import { keepKey } from "./data/access.js";
 import { withSample } from "./data/history.js";
 import { PageStream } from "./data/stream.js";
 import { Hatches } from "./pictures/memory.js";
+import { ChatSession } from "./data/chat_session.js";
+import { Chat } from "./pages/chat.js";
+import { Connect } from "./pages/connect.js";
 import { Home } from "./pages/home.js";
 
 /**
@@ -16,7 +19,12 @@ import { Home } from "./pages/home.js";
 
 const LOST_MS = 2000; // a shorter pause is no news
 
-const PAGES = [{ id: "home", title: "Home", page: Home }];
+/** @type {{id: string, title: string, page: any, alone: boolean}[]} */
+const PAGES = [
+  { id: "home", title: "Home", page: Home, alone: false },
+  { id: "chat", title: "Chat", page: Chat, alone: true }, // old chats are readable without the node
+  { id: "connect", title: "Connect", page: Connect, alone: false },
+];
 
 /** @type {Record<string, string>} */
 const LOST = {
@@ -29,6 +37,8 @@ function App() {
   const [history, setHistory] = useState(/** @type {Record<string, Sample[]>} */ ({}));
   const [state, setState] = useState(/** @type {StreamState} */ ("connecting"));
   const [shown, setShown] = useState(shownPage());
+  const session = useRef(/** @type {ChatSession | null} */ (null));
+  session.current ??= new ChatSession();
   const stream = useRef(/** @type {PageStream | null} */ (null));
   useEffect(() => {
     stream.current = new PageStream((name, data) => {
@@ -37,10 +47,11 @@ function App() {
       else if (name === "sample") setHistory((before) => withSample(before, data.models));
     }, setState);
     stream.current.start();
+    void session.current?.load();
     window.addEventListener("hashchange", () => setShown(shownPage()));
   }, []);
   const late = useLate(state !== "live" && state !== "connecting");
-  const { page: Page, title } = PAGES.find((each) => each.id === shown) ?? { page: Home, title: "Home" };
+  const { page: Page, title, alone } = PAGES.find((each) => each.id === shown) ?? { page: Home, title: "Home", alone: false };
   useEffect(() => {
     document.title = `${title} · edgepipe`;
   }, [title]);
@@ -60,8 +71,8 @@ function App() {
     <main id="content" tabindex="-1">
       ${state === "key"
         ? html`<${KeyForm} onKey=${() => stream.current?.restart()} />`
-        : view
-          ? html`<${Page} view=${view} history=${history} live=${state === "live"} />`
+        : view || (alone && state !== "connecting")
+          ? html`<${Page} view=${view} history=${history} session=${session.current} />`
           : html`<p class="quiet">Connecting to the node …</p>`}
     </main>
   `;

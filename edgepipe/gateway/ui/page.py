@@ -1,4 +1,4 @@
-"""The page's requests: its files and its event stream."""
+"""The page's requests: its files, its event stream, and what other programs need."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from contextlib import contextmanager
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgepipe.errors import EdgepipeError
-from edgepipe.gateway.access import address_of
+from edgepipe.gateway.access import address_of, is_address, owner_of
 from edgepipe.gateway.endpoints import Handler
+from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.streams import EventStream, StreamTimeouts
 from edgepipe.gateway.turns import Turns
+from edgepipe.gateway.ui.connecting import programs_json
 from edgepipe.gateway.ui.feed import PageFeed, event
 from edgepipe.gateway.ui.files import INDEX, PageFiles
 from edgepipe.gateway.ui.paths import FILES, wants_page
@@ -28,8 +30,9 @@ MOST_STREAMS_OF_A_CLIENT = 4  # browsers allow six connections to a host
 class Page:
     """Handlers of the page. ``feed`` is what its streams send."""
 
-    def __init__(self, *, feed: PageFeed, turns: Turns, timeouts: StreamTimeouts) -> None:
+    def __init__(self, *, feed: PageFeed, models: ModelTable, turns: Turns, timeouts: StreamTimeouts) -> None:
         self.feed = feed
+        self._models = models
         self._files = PageFiles()
         self._turns = turns
         self._timeouts = timeouts
@@ -46,6 +49,7 @@ class Page:
             Route("/", root, methods=["GET"]),
             Route(FILES + "{name:path}", self._file, methods=["GET"]),
             Route("/ui/events", self._events, methods=["GET"]),
+            Route("/ui/connect", self._connect, methods=["GET"]),
         ]
 
     async def _file(self, request: Request) -> Response:
@@ -63,6 +67,18 @@ class Page:
             place=self._place(address_of(request.scope.get("client"))),
             timeouts=self._timeouts,
             turns=self._turns,
+        )
+
+    async def _connect(self, request: Request) -> Response:
+        """``GET /ui/connect?model=NAME``: what programs need to use the model. Raises ModelUnknown."""
+        served = self._models.get(request.query_params.get("model")).served
+        return JSONResponse(
+            programs_json(
+                base_url=f"{request.url.scheme}://{request.headers['host']}",
+                model=served.name,
+                context_length=served.context_length,
+                needs_key=not is_address(owner_of(request)),
+            )
         )
 
     @contextmanager

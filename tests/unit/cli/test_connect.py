@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.programs import PROGRAMS, Served, small_context
+from edgepipe.gateway.programs import PROGRAMS, Served, small_context
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.daemon.admin_server import FakeNode, answering
 from tests.support.processes.command_line import Run, make_engine, make_status, with_engine

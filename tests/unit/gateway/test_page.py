@@ -227,3 +227,23 @@ def test_a_view_of_an_engine_that_knows_nothing_yet_has_every_field() -> None:
     empty = page_view(ClusterView(), node_name="a", edgepipe_version="1")
     assert (empty["machines"], empty["models"]) == ([], [])
     assert engine.stages == ()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_programs_get_the_address_by_which_the_browser_came(shared: Served) -> None:
+    found = (await shared.http.get("/ui/connect", params={"model": "tiny"})).json()
+    address = f"http://127.0.0.1:{shared.port}"
+    assert (found["base_url"], found["key_file"]) == (address, "")
+    programs = {program["name"]: program["text"] for program in found["programs"]}
+    assert f"OPENAI_BASE_URL={address}/v1" in programs["openai"]
+    unknown = await shared.http.get("/ui/connect", params={"model": "--help"})
+    assert unknown.status_code == 404
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_programs_of_a_client_with_a_key_read_it_from_a_file(locked: Served) -> None:
+    assert (await locked.http.get("/ui/connect")).status_code == 401
+    answer = await locked.http.get("/ui/connect", headers={"authorization": f"Bearer {KEY}"})
+    assert answer.json()["key_file"] == "edgepipe-key"
+    assert "$(cat edgepipe-key)" in answer.text
+    assert KEY not in answer.text
