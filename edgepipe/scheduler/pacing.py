@@ -38,10 +38,13 @@ HOST_S = 0.0005
 _LONGEST_GOAL_S = 60.0
 _ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
 _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
-_MOST_CHUNKS = 512  # chunks of one forecast; more would be a prompt of a million tokens in steps of two thousand
 _FINER = 1.3  # factor between the numbers of chunks that are compared
+_SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for few tokens end at such edges
 _PRECISION = 16  # sizes are found within a sixteenth
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
+_EQUAL_ENDS = 0.01  # the same of a prompt's last moment, if no sequence decodes
+_LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a quarter of one
+_ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.03  # forecasts within this share are equal
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
@@ -194,38 +197,51 @@ class Pacer:
     def _best_s(self, waiting: Waiting) -> float | None:
         """Return the seconds of a chunk on the slowest server that end the waiting prompts first.
 
-        Among numbers of chunks that end them about equally soon, it is the smallest: each step costs the hosts work.
+        Among numbers of chunks that end them equally soon, it is the smallest: each step costs the hosts work.
         """
         total = waiting.left + waiting.others
         middle = waiting.position + waiting.left // 2
-        most = self.most_tokens(waiting.position, waiting=total)
-        first = self.passage(_chunk(waiting.position, most))
+        most = self.most_tokens(middle, waiting=total)
         ends: list[tuple[float, float]] = []  # seconds until the end, and of a chunk
-        number = -(-total // most)
-        while not ends or (number <= _MOST_CHUNKS and total >= number * MIN_CHUNK_TOKENS):
+        for number in _numbers(total, most):
             tokens = -(-total // number)
             passage = self.passage(_chunk(middle, tokens))
-            if passage is None or first is None:
+            if passage is None:
                 return None
             period_s = max(passage.server_s, passage.turn_s / self._in_flight(passage, tokens))
-            ends.append(((number - 1) * period_s + passage.turn_s, min(passage.server_s, first.server_s)))
-            number = max(number + 1, int(number * _FINER))
+            ends.append(((number - 1) * period_s + passage.turn_s, passage.server_s))
         soonest_s = min(ends)[0]
-        return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL))
+        return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL_ENDS))
 
     def _equal(self, waiting: Waiting, target_s: float) -> int:
         """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
         most = min(self._most, waiting.left + waiting.others)
-        tokens = float(min(self._tokens, most))
-        for _ in range(3):  # nearly linear: each round divides the error
-            passage = self.passage(_chunk(waiting.position, max(1, round(tokens))))
-            if passage is None or abs(passage.server_s - target_s) < target_s / _PRECISION:
-                break
-            tokens = min(max(tokens * target_s / passage.server_s, MIN_CHUNK_TOKENS), most)
+        tokens = self._largest_within(waiting.position, target_s, most=most)
         if waiting.others:
-            return min(most, max(1, round(tokens)))
-        number = max(1, round(waiting.left / tokens), -(-waiting.left // most))
-        return -(-waiting.left // number)
+            return tokens
+        chunks = waiting.left / tokens
+        number = ceil(chunks - _LARGER if chunks < _LAST_CHUNKS else chunks)
+        return min(most, -(-waiting.left // max(1, number)))
+
+    def _largest_within(self, position: int, target_s: float, *, most: int) -> int:
+        """Return about the largest chunk that takes the slowest server ``target_s``, near the one before."""
+        low, high = min(MIN_CHUNK_TOKENS, most), most + 1  # the least that a chunk has; too many
+        tokens = min(max(self._tokens, low), most)
+        for _ in range(_ROUNDS):
+            passage = self.passage(_chunk(position, tokens))
+            if passage is None:
+                break
+            if passage.server_s <= target_s * (1 + 1 / _PRECISION):
+                low = tokens
+                if passage.server_s >= target_s * (1 - 1 / _PRECISION):
+                    break
+            else:
+                high = tokens
+            if high - low <= max(1, low // _PRECISION):
+                break
+            guess = round(tokens * target_s / passage.server_s)  # time is nearly linear in tokens
+            tokens = guess if low < guess < high else (low + high) // 2
+        return low
 
     def _in_flight(self, passage: Passage, tokens: int, *, spare: int = 1) -> int:
         """Return P: enough to keep the slowest server busy, and no more than windows have room for.
@@ -300,6 +316,14 @@ def _about(count: int) -> int:
 def _rows(waiting: Waiting, in_flight: int) -> int:
     """Return the decodes that ride in each of so many steps."""
     return -(-waiting.decodes // max(1, min(waiting.micro_batches, in_flight)))
+
+
+def _numbers(total: int, most: int) -> list[int]:
+    """Return numbers of chunks, ascending, for ``total`` tokens in chunks of at most ``most``."""
+    numbers = [-(-total // most)]
+    while (number := max(numbers[-1] + 1, int(numbers[-1] * _FINER))) * _SMALL_CHUNKS[0] <= total:
+        numbers.append(number)
+    return numbers + [number for size in _SMALL_CHUNKS if (number := -(-total // size)) > numbers[-1]]
 
 
 def _sizes(most: int) -> list[int]:

@@ -89,6 +89,7 @@ def test_a_lone_prompt_is_cut_into_chunks_of_equal_time_without_a_crumb(ring: Ri
     if len(ring.stages) == 1:
         assert {chunk.in_flight for _, _, chunk in chunks} == {1}
     assume(len(chunks) > 3 and min(count for _, count, _ in chunks[:-3]) > MIN_CHUNK_TOKENS)
+    assume(max(count for _, count, _ in chunks) < MOST // 2)  # the bound on tokens makes others unequal
     times_s = [passage.server_s for at, count, _ in chunks if (passage := pacer.passage(work(at, count)))]
     assert max(times_s) <= 1.35 * min(times_s), "the last chunks share what is left, and none is a crumb"
 
