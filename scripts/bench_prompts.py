@@ -5,7 +5,8 @@
 ``agreement``       the simulator against these nodes, alone and beside chats
 ``scaling``         four machines against one
 ``real``            SmolLM2 over two CPU stages of one thread each, against one stage
-``beside``          a prompt of 24,000 tokens beside chats, at several ITL goals; ``--draw`` draws the curve
+``beside``          a prompt of 24,000 tokens beside chats, at several ITL goals
+``curve``           the same for more goals; draws docs/images/itl-goal.svg
 ``rivals``          mixes of requests against ``throttled`` and ``sarathi`` before, each at its best budget
 ``saturated``       tokens per second of many users, against the tree before
 ``cost``            processor time of the scheduler in each step, against the tree before
@@ -30,14 +31,18 @@ from itertools import pairwise, product
 from statistics import mean
 from typing import NamedTuple, TypeVar
 
-from figures import Row, at_least, at_most, below
+from bench_foundation import stored_demo
+from figures import ROOT, Row, at_least, at_most, below
 from parts import Part, run_parts
 from prompt_bound import Bound, lone_bound
 from prompt_cases import Asked, Case, Served, beside, lone, without_prompt
+from prompt_curve import Line, draw
 from prompt_mixes import Mix, make_mixes
+from prompt_real import real_rows
 from prompt_runs import measure
 from prompt_trees import serve_before, serve_here
 from prompt_worker import cluster_of
+from truth import LONG_MODELS, lossy_rows
 
 Item = TypeVar("Item")
 _LAN, _WIFI = "1gbit,0.3ms", "300mbit,5ms"
@@ -242,6 +247,39 @@ def cost_rows(full: bool) -> list[Row]:
     return rows
 
 
+def curve_rows(full: bool) -> list[Row]:
+    """The same prompt beside 3 and 12 chats for more goals; draws ``docs/images/itl-goal.svg``."""
+    goals_s = (0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
+    case_of = {chats: replace(beside(DENSE, chats=chats), seed=1) for chats in (3, 12)}
+    cases = [replace(case, goal_s=goal_s) for case in case_of.values() for goal_s in goals_s]
+    lone_served, *served = serve_here([DENSE, *cases])
+    lone_s = lone_served.ttfts_s[0]
+    rows: list[Row] = []
+    lines: list[Line] = []
+    for chats, of_chats in zip(case_of, _batched(served, len(goals_s)), strict=True):
+        lines.append(Line(f"beside {chats} chats", [each.ttfts_s[-1] for each in of_chats]))
+        for goal_s, each in zip(goals_s, of_chats, strict=True):
+            name = f"goal {1e3 * goal_s:.0f} ms, {chats} chats: ITL p99 {1e3 * each.gap_s(99):.0f} ms, TTFT"
+            rows.append(_row(name, each.ttfts_s[-1], lone_s, "the lone prompt's"))
+    draw(ROOT / "docs" / "images" / "itl-goal.svg", [1e3 * goal_s for goal_s in goals_s], lines, lone_s=lone_s)
+    return rows
+
+
+def real_model_rows(full: bool) -> list[Row]:
+    """SmolLM2 on CPU stages."""
+    return real_rows(stored_demo(), full=full)
+
+
+def exactness_rows(full: bool) -> list[Row]:
+    """Tokens of an emulated model, each checked, while prompts are cut into many chunks and stages are lost."""
+    tokens = 500_000 if full else 24_000
+    return [
+        row._replace(name=f"{model}: {row.name}")
+        for model in LONG_MODELS
+        for row in lossy_rows(model, tokens // len(LONG_MODELS), long_prompts=True)
+    ]
+
+
 def _batched(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     """Split items into runs of ``size``."""
     return [items[start : start + size] for start in range(0, len(items), size)]
@@ -285,6 +323,9 @@ PARTS: dict[str, Part] = {
     "rivals": rival_rows,
     "saturated": saturated_rows,
     "cost": cost_rows,
+    "curve": curve_rows,
+    "real": real_model_rows,
+    "exactness": exactness_rows,
 }
 
 

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
 
 from prompt_cases import LONG_TOKENS, Case, Served
 from prompt_worker import workload_of
 
 from edgepipe.cli.bench.run import EmulatedRun, bench_emulated
 from edgepipe.cli.bench.verb import emulated_run
+from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL
 from edgepipe.simulation.report import RunReport
 
 
@@ -34,9 +36,16 @@ def _run(case: Case) -> EmulatedRun:
         "policy": case.policy,
         "micro-batches": str(case.micro_batches or "auto"),
         "plan": case.plan,
+        "itl-goal": _goal(case.goal_s),
     }
     made = emulated_run({**settings, **({"kv-tokens": str(case.kv_tokens)} if case.kv_tokens else {})})
     return replace(made, run=replace(made.run, workload=workload_of(case)))
+
+
+def _goal(goal_s: float | None) -> str:
+    if goal_s is None:
+        return DEFAULT_ITL_GOAL
+    return f"{1e3 * goal_s:g}ms" if isfinite(goal_s) else "off"
 
 
 def _served(report: RunReport) -> Served:

@@ -24,6 +24,13 @@ MODELS = {
     "states": emulated_model_config(num_layers=6, context_length=512, attention_every=3),
     "windows": emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None)),
 }
+LONG_MODELS = {
+    "plain": emulated_model_config(num_layers=6, context_length=1536),
+    "states": emulated_model_config(num_layers=6, context_length=1536, attention_every=3),
+    "windows": emulated_model_config(num_layers=6, context_length=1536, windows=(16, 24, None)),
+}
+"""Models with room for prompts of a thousand tokens."""
+_LONG_TOKENS = 1000
 TOKENS_PER_LOSS = 6_000
 
 
@@ -38,16 +45,33 @@ def main() -> None:
     print_rows("truth", lossy_rows(wanted.model, wanted.tokens, seed=wanted.seed, losses=wanted.losses))
 
 
-def lossy_rows(model: str, num_tokens: int, *, seed: int = 2, losses: int | None = None) -> list[Row]:
-    """Check tokens of one of ``MODELS``. ``losses``: in each half; None: one for every TOKENS_PER_LOSS."""
+def lossy_rows(
+    model: str, num_tokens: int, *, seed: int = 2, losses: int | None = None, long_prompts: bool = False
+) -> list[Row]:
+    """Check tokens of one of ``MODELS``, or of ``LONG_MODELS`` with prompts of up to a thousand tokens.
+
+    ``losses``: in each half; None: one for every TOKENS_PER_LOSS.
+    """
     lost = max(1, num_tokens // 2 // TOKENS_PER_LOSS) if losses is None else losses
+    if long_prompts:
+        return truth_rows(
+            num_tokens, config=LONG_MODELS[model], losses=lost, seed=seed, opening_tokens=_LONG_TOKENS, max_blocks=560
+        )
     return truth_rows(num_tokens, config=MODELS[model], losses=lost, seed=seed)
 
 
-def truth_rows(num_tokens: int, *, config: ModelConfig = CONFIG, losses: int = 0, seed: int = 2) -> list[Row]:
+def truth_rows(
+    num_tokens: int,
+    *,
+    config: ModelConfig = CONFIG,
+    losses: int = 0,
+    seed: int = 2,
+    opening_tokens: int = 160,
+    max_blocks: int = 280,
+) -> list[Row]:
     """Blocks shared and blocks copied, half of the tokens each; three stages that take no time.
 
-    ``losses``: stages to lose in each half.
+    ``losses``: stages to lose in each half. ``opening_tokens``: longest common beginning of prompts.
     """
     rows: list[Row] = []
     for contiguous_kv in (False, True):
@@ -59,7 +83,8 @@ def truth_rows(num_tokens: int, *, config: ModelConfig = CONFIG, losses: int = 0
                     tokens=num_tokens // 2,
                     contiguous_kv=contiguous_kv,
                     num_gateways=8,
-                    max_blocks=280,
+                    max_blocks=max_blocks,
+                    opening_tokens=opening_tokens,
                     config=config,
                     losses=losses,
                 )

@@ -16,7 +16,7 @@ from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.expert_shares import Without, place_with_shares, plan_with_shares
-from edgepipe.planner.forecast import Forecast, Ring
+from edgepipe.planner.forecast import Forecast, PromptForecast, Ring
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem, UnequalLayers
 from edgepipe.planner.partition_many import ManySearch
@@ -78,7 +78,7 @@ class Plan:
     kv_tokens: int  # capacity of every stage
     single: Forecast  # forecast for a single chat
     many: Forecast  # forecast for as many chats as are requested and fit
-    first_token_s: float  # time of a prompt of ``demand.read_tokens`` in an idle ring
+    prompt: PromptForecast  # of ``demand.read_tokens``, in an idle ring
     left_out: tuple[LeftOut, ...] = ()
     gap: float = 0.0  # upper bound of the share by which the cycle could be shorter; 0: the plan is optimal
     without_ram: Without | None = None  # the best without experts in host memory, if the planner chose some
@@ -205,7 +205,7 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
         kv_tokens=kv_tokens,
         single=single,
         many=many,
-        first_token_s=ring.first_token_s(demand.read_tokens),
+        prompt=ring.prompt(demand.read_tokens),
     )
 
 

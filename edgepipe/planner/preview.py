@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand
-from edgepipe.planner.forecast import Hop
+from edgepipe.planner.forecast import Hop, PromptForecast, Ring
 from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
 from edgepipe.planner.shortage import Shortage
 from edgepipe.planner.what_if import Alternative, alternatives, helps
+from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL, parse_itl_goal
 from edgepipe.spec.expert_places import AUTO
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.layout import slice_parameters
@@ -22,6 +23,17 @@ from edgepipe.units import format_bytes
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import WIDE, slice_bytes
 
+LONG_PROMPT_TOKENS = 16384
+"""A document, or what a coding agent sends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongPrompt:
+    """A long prompt on a plan's ring."""
+
+    alone: PromptForecast
+    beside: PromptForecast  # with as many chats as ``Plan.many``, within the default ITL goal
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
@@ -29,6 +41,7 @@ class Preview:
 
     model: str
     plan: Plan
+    long_prompt: LongPrompt | None = None  # None: the context or the KV room is too short
     alternatives: tuple[Alternative, ...] = ()
     helps: tuple[Alternative, ...] = ()
     changed: Plan | None = None  # the same cluster with ``--what-if``
@@ -45,9 +58,22 @@ def preview(demand: Demand, cluster: Cluster, constraints: Constraints, *, compa
     return Preview(
         model=cluster.model,
         plan=found,
+        long_prompt=_long_prompt(found, cluster),
         note="no experts in RAM: every device holds its layers" if idle else "",
         alternatives=tuple(alternatives(demand, cluster, found, constraints)) if compare else (),
         helps=tuple(helps(demand, cluster, found, constraints)) if compare and not constraints.layers else (),
+    )
+
+
+def _long_prompt(found: Plan, cluster: Cluster) -> LongPrompt | None:
+    if min(found.demand.config.context_length, found.kv_tokens) <= LONG_PROMPT_TOKENS:
+        return None
+    machines = {machine.node_id: machine for machine in cluster.machines}
+    ring = Ring(found.demand, found.placed, machines, cluster.links)
+    goal_s = parse_itl_goal(DEFAULT_ITL_GOAL)
+    return LongPrompt(
+        alone=ring.prompt(LONG_PROMPT_TOKENS),
+        beside=ring.prompt(LONG_PROMPT_TOKENS, beside=found.many, goal_s=goal_s),
     )
 
 
@@ -57,6 +83,9 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
         "model": shown.model,
         "note": shown.note,
         **plan_as_dict(shown.plan),
+        "long_prompt": None
+        if shown.long_prompt is None
+        else {"alone": asdict(shown.long_prompt.alone), "beside_many_chats": asdict(shown.long_prompt.beside)},
         "alternatives": [
             {"what": option.what, "why_not": option.why_not, **_rates(option.plan)} for option in shown.alternatives
         ],
@@ -88,8 +117,8 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
         "token_s": found.single.turn_s,
-        "first_token_s": found.first_token_s,
-        "first_token_prompt_tokens": demand.read_tokens,
+        "first_token_s": found.prompt.first_token_s,
+        "first_token_prompt_tokens": found.prompt.prompt_tokens,
         "gap": found.gap,
         "source": MEASURED if found.measured else ESTIMATED,
         **_rates(found),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from edgepipe.planner.forecast import Hop
+    from edgepipe.planner.preview import LongPrompt
     from edgepipe.planner.shortage import Shortage
     from edgepipe.planner.what_if import Alternative
 
@@ -53,7 +54,7 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
     yield Text()
     yield _Token(found)
     yield Text()
-    yield from _predictions(found)
+    yield from _predictions(shown)
     if shown.alternatives or shown.changed is not None:
         yield Text()
         yield _compared(shown)
@@ -184,14 +185,18 @@ class _Token:
         yield indented(legend, by=len(label))
 
 
-def _predictions(found: Plan) -> Iterator[RenderableType]:
+def _predictions(shown: Preview) -> Iterator[RenderableType]:
+    found = shown.plan
     many, demand = found.many, found.demand
     table = make_table("EXPECTED", "", "")
-    first = f"first word of a {demand.read_tokens:,}-token prompt in {format_duration_s(found.first_token_s)}"
+    first = f"first word of a {demand.read_tokens:,}-token prompt in {format_duration_s(found.prompt.first_token_s)}"
     table.add_row("  one chat", f"{found.single.tokens_per_s:.1f} tok/s", first)
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
     if many.sequences > 1:
         table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
+    if shown.long_prompt is not None:
+        for row in _long_prompt(shown.long_prompt, many.sequences):
+            table.add_row(*row)
     chats = found.kv_tokens // demand.context_tokens
     room = _count(chats, "chat") if chats else "less than one chat"
     table.add_row("  KV room", f"{found.kv_tokens:,} tokens", f"{room} of {demand.context_tokens:,}")
@@ -213,6 +218,17 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
         yield indented(Text(factors, style="dim"))
     if found.gap > 0.01:
         yield indented(Text(f"another order of machines might be up to {found.gap:.0%} faster", style="dim"))
+
+
+def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str]]:
+    """Describe when a long prompt's first word comes, and how its tokens go into steps."""
+    alone, beside = prompt.alone, prompt.beside
+    first = f"first word of {alone.prompt_tokens:,} tokens; with chats {format_duration_s(beside.first_token_s)}"
+    yield "  long prompt", format_duration_s(alone.first_token_s), first
+    for label, way in (("its chunks", alone), (f"with {_count(chats, 'chat')}", beside)):
+        bound = "for --itl-goal" if way.bound == "goal" else f"on {way.bound}"
+        steps = f"{way.in_flight} under way, {format_duration_s(way.chunk_s)} each, {bound}"
+        yield f"  {label}", f"{way.chunk_tokens:,} tokens", steps
 
 
 def _sources(found: Plan, *, now_s: float) -> str:

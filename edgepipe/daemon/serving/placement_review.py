@@ -283,7 +283,7 @@ def _cost(
 ) -> MoveCost:
     kept = (state.num_blocks - state.free_blocks) * state.block_size if state is not None and state.running else 0
     rates = [hop.link.shape.bytes_per_s for hop in better.single.hops]
-    prompt_s = now.first_token_s / now.demand.read_tokens  # time per token of a prompt in an idle ring
+    prompt_s = now.prompt.first_token_s / now.prompt.prompt_tokens  # time per token of a prompt in an idle ring
     return move_cost(
         known.model.config,
         placed,

@@ -36,6 +36,7 @@ class Load:
     wanted_tokens: int
     longest: int  # answer, in tokens
     config: ModelConfig = CONFIG
+    opening_tokens: int = 160  # longest common beginning of prompts
     num_tokens: int = 0  # of prompts and answers that ended
     preemptions: int = 0  # in epochs that a lost stage ended
     cached_tokens: int = 0
@@ -45,7 +46,7 @@ class Load:
 
     def __post_init__(self) -> None:
         self._answered = asyncio.Event()
-        self.openings = [[self.rng.randrange(250) for _ in range(160)] for _ in range(12)]
+        self.openings = [[self.rng.randrange(250) for _ in range(self.opening_tokens)] for _ in range(12)]
 
     def stats(self) -> SchedulerStats:
         run = self.lab.engine._run  # pyright: ignore[reportPrivateUsage]
@@ -118,6 +119,7 @@ async def run_load(
     longest: int = 160,
     config: ModelConfig = CONFIG,
     losses: int = 0,
+    opening_tokens: int = 160,
 ) -> Load:
     """Eight users at each gateway and a KV pool that is too small for them. ``losses``: stages to lose meanwhile."""
     rng = random.Random(seed)
@@ -130,7 +132,7 @@ async def run_load(
         block_size=BLOCK_SIZE,
         config=config,
     ) as lab:
-        load = Load(lab, rng, tokens, longest, config)
+        load = Load(lab, rng, tokens, longest, config, opening_tokens)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(load.watch())
             async with asyncio.TaskGroup() as users:

@@ -88,7 +88,8 @@ def test_a_slower_link_delays_every_turn_and_first_token_by_its_latency() -> Non
     near, far = ring("1ms"), ring("21ms")
     assert far.of(2, 16).turn_s - near.of(2, 16).turn_s == pytest.approx(2 * 0.020), "to the next stage and back"
     for prompt_tokens in (1, 512, 2000):
-        assert far.first_token_s(prompt_tokens) - near.first_token_s(prompt_tokens) == pytest.approx(2 * 0.020)
+        later_s = far.prompt(prompt_tokens).first_token_s - near.prompt(prompt_tokens).first_token_s
+        assert later_s == pytest.approx(2 * 0.020), "more chunks in flight hide the rest"
 
 
 def test_a_machine_that_got_slower_gets_fewer_layers() -> None:
