@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
@@ -145,7 +145,7 @@ async def test_a_client_has_few_streams_and_gets_one_back_when_it_closes_one(ser
     assert MOST_STREAMS_OF_A_CLIENT < MOST_STREAMS
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
+async def _events(answer: httpx.Response) -> AsyncGenerator[tuple[str, Any]]:
     name = ""
     async for line in answer.aiter_lines():
         if line.startswith("event: "):
