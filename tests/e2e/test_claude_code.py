@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.programs import PROGRAMS
-from edgepipe.cli.programs import Served as ServedModel
 from edgepipe.errors import EdgepipeError, StageLost
+from edgepipe.gateway.programs import PROGRAMS
+from edgepipe.gateway.programs import Served as ServedModel
 from edgepipe.wire.nodes import ClusterView
 from tests.support.gateways.family_assets import FamilyAssets
 from tests.support.gateways.scripted_engine import ScriptedEngine
