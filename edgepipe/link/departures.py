@@ -78,7 +78,7 @@ class Departures:
         return self._outboxes[bulk].grant(step, credits)
 
     def next(self, now_s: float) -> Piece | None:
-        """Return the piece to write at ``now_s`` (monotonic); None if there is none or no leave to write it."""
+        """Return the piece to write at ``now_s`` (monotonic); None while nothing waits or may be written."""
         express, bulk = (outbox.next() for outbox in self._outboxes)
         if bulk is not None and not self.pacing.may_send:
             bulk = None
