@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
-from edgepipe.errors import ModelInvalid
-from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Attention, DeltaNet, Dense, Experts, LayerSpec, Norm, Rope, Router
-from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
-from edgepipe.weights.mixes import mix_weights
+from edgepipe.weights.weights import NoTensors, Weights
 
 
 def emulated_model_config(
@@ -70,40 +63,9 @@ def emulated_model_config(
     )
 
 
-class EmulatedWeights:
+class EmulatedWeights(Weights):
     """A ``WeightSource`` for a config without tensors."""
 
     def __init__(self, config: ModelConfig, *, mix: str = "") -> None:
         """``mix``: types of the imagined weights (``edgepipe.weights.mixes``); empty: bf16."""
-        self._config = config
-        self._mix = mix
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's shape."""
-        return self._config
-
-    @property
-    def bytes_read(self) -> int:
-        """Always 0."""
-        return 0
-
-    def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """Return no tensors."""
-        return ()
-
-    def read(self, name: str) -> StoredTensor:
-        """Raise ModelInvalid, since the model has no tensors."""
-        raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
-
-    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Raise ModelInvalid, since the model has no tensors."""
-        return self.read(name).data[offset : offset + num_bytes]
-
-    def weights(self, part: Slice) -> Sequence[WeightInfo]:
-        """Describe the weights of a mix; none without a mix."""
-        return mix_weights(self._config, self._mix, part) if self._mix else ()
-
-    def load(self, name: str) -> StoredTensor | Packed:
-        """Raise ModelInvalid, since the model has no weights."""
-        return self.read(name)
+        super().__init__(config, NoTensors(), mix=mix)

@@ -138,14 +138,6 @@ def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> MlxWeight:
     return MlxWeight(form=form, words=words, scales=scales, biases=biases, order=packed.order)
 
 
-def widened_bf16(packed: Packed) -> npt.NDArray[np.uint16]:
-    """Return the values [O, I] as bits of the nearest bf16, widening a part of the rows at a time."""
-    bits = np.empty(packed.shape, np.uint16)
-    for chunk in _row_chunks(packed.shape):
-        bits[chunk] = round_to_bf16(packed.rows(chunk).float32())
-    return bits
-
-
 def pack_bits(codes: Codes, bits: int) -> Words:
     """Pack codes [R, I] as ``mx.quantize`` does: words [R, I * bits / 32]. I is a multiple of 32."""
     if bits == 8:

@@ -40,9 +40,14 @@ class WeightInfo:
     rounded: bool = False  # see TensorInfo
 
     @property
+    def is_bf16(self) -> bool:
+        """Whether bf16 holds all values of a weight that is, or becomes, floats."""
+        return self.rounded or self.scheme == "BF16"
+
+    @property
     def fits_16_bits(self) -> bool:
         """Whether floats of 16 bits hold the values to the precision of a float32 product, also of a widened weight."""
-        return self.rounded or self.scheme in ("BF16", "F16")
+        return self.is_bf16 or self.scheme == "F16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Convert raw blocks to bf16 bits or float32. Imports ``gguf.quants`` only for a quantised tensor."""
+"""Convert weights to bf16 bits or float32. Imports ``gguf.quants`` only for a tensor of a quantised type."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import StoredTensor
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_PACKED = 1 << 18  # values of a packed weight that are widened at once
 _CHUNK_VALUES = 1 << 21  # values converted at once, so that no large tensor is ever whole in float32
 
 
-def as_bf16_bits(raw: StoredTensor) -> npt.NDArray[np.uint16]:
-    """Return the tensor in its logical shape as bits of the nearest bf16 (ties to even).
+def as_bf16_bits(raw: StoredTensor | Packed) -> npt.NDArray[np.uint16]:
+    """Return the weight in its logical shape as bits of the nearest bf16 (ties to even).
 
     Raises ModelInvalid if the scheme is unknown or the bytes do not fit the shape.
     """
+    if isinstance(raw, Packed):
+        return _rounded(raw)
     _check(raw)
     if raw.info.scheme == "BF16":
         bits = raw.data.view("<u2")
@@ -33,11 +37,13 @@ def as_bf16_bits(raw: StoredTensor) -> npt.NDArray[np.uint16]:
     return bits.reshape(raw.info.shape)
 
 
-def as_float32(raw: StoredTensor) -> npt.NDArray[np.float32]:
-    """Return the tensor in its logical shape as float32: exact, or rounded to bf16 if ``info.rounded``.
+def as_float32(raw: StoredTensor | Packed) -> npt.NDArray[np.float32]:
+    """Return the weight in its logical shape as float32: exact, or rounded to bf16 if ``info.rounded``.
 
     Raises ModelInvalid like ``as_bf16_bits``.
     """
+    if isinstance(raw, Packed):
+        return raw.float32()
     if raw.info.rounded or raw.info.scheme == "BF16":
         return widen_bf16(as_bf16_bits(raw))
     _check(raw)
@@ -50,6 +56,16 @@ def as_float32(raw: StoredTensor) -> npt.NDArray[np.float32]:
     if out.size and np.isnan(out[0]) and bool(np.isnan(out).all()):
         _warn_of_nan(raw)
     return out.reshape(raw.info.shape)
+
+
+def _rounded(packed: Packed) -> npt.NDArray[np.uint16]:
+    """Round a packed weight to bf16, a part of the rows at a time."""
+    bits = np.empty(packed.shape, np.uint16)
+    step = max(1, _CHUNK_PACKED // packed.shape[1])
+    for start in range(0, packed.shape[0], step):
+        rows = slice(start, start + step)
+        bits[rows] = round_to_bf16(packed.rows(rows).float32())
+    return bits
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

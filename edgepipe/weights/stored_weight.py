@@ -1,9 +1,10 @@
-"""Weights made of stored tensors: their description, and loading them packed."""
+"""Weights made of stored tensors: their description, and reading them packed or as floats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +13,100 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.formats import pack_weight, packed_form, weight_label
-from edgepipe.spec.layout import Share, shares, weight_shape
+from edgepipe.spec.layout import Share, is_stored_tensor, shares, weight_shape
 from edgepipe.spec.packed import Packed, concatenate
-from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
-from edgepipe.weights.dequantise import as_float32
-from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo, WeightSource
+from edgepipe.weights.dequantise import as_bf16_bits, as_float32
+from edgepipe.weights.gguf_packing import checked_row_bytes, gguf_form, pack_gguf
+
+Rows = slice | npt.NDArray[np.int64]
+"""Some rows of a weight: a range with both ends, or their numbers in order."""
+
+
+class StoredWeight:
+    """A weight that is still in its files. Backends read it in the form that their products take.
+
+    ``packed`` and ``floats`` stay until the object goes, so that a weight with two places is read once. The methods
+    keep nothing.
+    """
+
+    def __init__(self, source: WeightSource, info: WeightInfo, tensor: TensorInfo | None) -> None:
+        """``info``: without its form for a weight that becomes floats.
+
+        ``tensor``: the one with the weight's name and values, all rows in order and unchanged; None: there is none.
+        """
+        self.info = info
+        self.blocks = tensor if tensor is not None and tensor.scheme == info.scheme else None  # see ``read_range``
+        self._source = source
+        self._tensor = tensor
+
+    def without_form(self) -> StoredWeight:
+        """Return the same weight, which becomes floats."""
+        return StoredWeight(self._source, replace(self.info, form=None), self._tensor)
+
+    @cached_property
+    def packed(self) -> Packed:
+        """See ``read_packed``."""
+        return self.read_packed()
+
+    @cached_property
+    def floats(self) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+        """See ``read_floats``. The array can be written."""
+        found = self.read_floats()
+        return found if found.flags.writeable else found.copy()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether ``packed`` is in memory already."""
+        return "packed" in self.__dict__
+
+    def read_packed(self) -> Packed:
+        """Read the packed weight [O, I]. Raises ModelInvalid."""
+        loaded = self._source.load(self.info.name)
+        assert isinstance(loaded, Packed), f"{self.info.name} has a form"
+        return loaded
+
+    def read_floats(self) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+        """Read the values in the weight's shape: bits of bf16 where it holds them, else float32. Raises ModelInvalid.
+
+        A weight with a form has the values of ``packed``. Without its form, it is rounded to bf16 if ``info`` says so.
+        """
+        rounds = self.info.form is None and self.info.is_bf16
+        return self.read_bf16() if rounds else as_float32(self._values())
+
+    def read_bf16(self) -> npt.NDArray[np.uint16]:
+        """Read the values, rounded to bf16, as its bits. Raises ModelInvalid."""
+        return as_bf16_bits(self._values())
+
+    def packed_rows(self, rows: Rows | None) -> Packed:
+        """Return rows of the packed weight; a range of ``blocks`` is read alone. Raises ModelInvalid."""
+        if rows is None:
+            return self.packed
+        if not isinstance(rows, slice) or self.blocks is None or self.is_read:
+            return self.packed.rows(rows)
+        row_bytes, count = checked_row_bytes(self.blocks), rows.stop - rows.start
+        num_bytes = count * row_bytes
+        info = replace(self.blocks, shape=(count, *self.info.shape[1:]), num_bytes=num_bytes)
+        return pack_gguf(StoredTensor(info=info, data=self.read_range(rows.start * row_bytes, num_bytes)))
+
+    def read_range(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Read a part of the bytes of ``blocks``. Several threads may do so at once. Raises ModelInvalid."""
+        return self._source.read_range(self.info.name, offset, num_bytes)
+
+    def _values(self) -> StoredTensor | Packed:
+        """Read what floats are made of. A type that ``Packed`` only approximates keeps its values as a whole tensor."""
+        if self.info.form is None and self._tensor is not None:
+            return self._source.read(self.info.name)
+        return self._source.load(self.info.name)
+
+
+def stored_weights(source: WeightSource, part: Slice) -> Iterator[StoredWeight]:
+    """Yield the weights of a slice, in reading order. Raises ModelInvalid."""
+    tensors = {tensor.name: tensor for tensor in source.tensors(part)}
+    for info in source.weights(part):
+        tensor = tensors.get(info.name)
+        same = tensor is not None and tensor.shape == info.shape and is_stored_tensor(source.config, info.name)
+        yield StoredWeight(source, info, tensor if same else None)
 
 
 def weight_info(config: ModelConfig, infos: Mapping[str, TensorInfo], name: str) -> WeightInfo:

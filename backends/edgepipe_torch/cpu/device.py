@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,26 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
 from edgepipe.weights.resident import WIDE
+from edgepipe.weights.stored_weight import Rows, StoredWeight
 from edgepipe_torch.cpu.dot_attention import attend
 from edgepipe_torch.cpu.experts import CpuExperts
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.linear import HalfLinear, TiledLinear, half_works
 from edgepipe_torch.cpu.packed import PackedCpuLinear, RouterLinear, multiplies_floats
+from edgepipe_torch.cpu.repack import repack, repack_blocks
+from edgepipe_torch.cpu.repack_code import BLOCK_CODES
 from edgepipe_torch.cpu.replay import DecodeReplays, can_record, can_replay_decode
 from edgepipe_torch.cpu.routing import choose
 from edgepipe_torch.cpu.shard_cache import ShardCache
 from edgepipe_torch.cpu.step_ops import CompiledOps, compiled_ops
+from edgepipe_torch.cpu.tiled_weight import TiledWeight
 from edgepipe_torch.cpu.transfer import HostTransfer
 from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.experts import EXPERTS, ExpertProducts, each_expert
 from edgepipe_torch.layers.head_shape import kernels_fit
-from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
+from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, ReadWeight, Workspace
 from edgepipe_torch.layers.measuring import CPU_MEASURED, bandwidth, dtype_name, matrix_rate
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
@@ -55,7 +61,7 @@ class CpuDevice(Device):
         """``packed``: weights with a form stay so where this type allows. ``kernels``: None for this process's."""
         self.place = torch.device("cpu")
         self.dtype = dtype
-        self.packed = self.reads_stored = packed and dtype == torch.float32
+        self.packed = packed and dtype == torch.float32
         self.packing = "torch-cpu" if packed else WIDE
         self.transfer: Transfer = HostTransfer()
         self.cache: ShardCache | None = None  # file of repacked weights, which may still be written
@@ -87,16 +93,33 @@ class CpuDevice(Device):
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS
         if any(parts.forms):
-            cache = None if is_expert else self.cache
-            return PackedCpuLinear(
-                role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert, cache=cache
-            )
+            return PackedCpuLinear(role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert)
         if self.dtype != torch.float32:
             return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)
         if is_expert and in_features % 8 == 0 and isinstance(kernels := self._kernels, CpuKernels):
             return PackedCpuLinear(role, in_features, sizes, self.workspace, kernels, tiled_floats=True)
         kind = HalfLinear if parts.fit_16_bits and half_works() else TiledLinear
         return kind(role, in_features, sizes, self.workspace)
+
+    def read(self, weight: StoredWeight, rows: Rows | None = None) -> ReadWeight:
+        """See ``Device``. Weights with a form are read into the kernels' tiles. The cache keeps those of no experts."""
+        if weight.info.form is None:
+            return super().read(weight, rows)
+        if self.cache is None or isinstance(rows, slice):
+            return self._tiled(weight, rows)
+        found = self.cache.read(weight.info, rows)
+        if found is None:
+            found = self._tiled(weight, rows)
+            self.cache.keep(weight.info, rows, found)
+        return found
+
+    def _tiled(self, weight: StoredWeight, rows: Rows | None) -> TiledWeight:
+        """Tile a weight: block by block from its file where compiled code does that, else by way of ``Packed``."""
+        kernels, blocks = self._kernels, None if weight.is_read else weight.blocks
+        if isinstance(kernels, CpuKernels) and blocks is not None and blocks.scheme in BLOCK_CODES:
+            with suppress(KernelsUnavailable):
+                return repack_blocks(blocks, weight.read_range, kernels.repack(blocks.scheme), rows)
+        return repack(weight.packed_rows(rows))
 
     def router(self, in_features: int, count: int) -> Linear | None:
         kernels = self._kernels

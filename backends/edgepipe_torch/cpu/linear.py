@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe_torch.layers.linear import Workspace
+from edgepipe_torch.layers.linear import ReadWeight, Workspace
 
 _BEST_WIDTH = 48  # measured: 48 beats 32, 64, 96 and 192 at 1 to 16 rows with one and two threads
 _MIN_WIDTH, _MAX_WIDTH = 16, 128
@@ -53,7 +53,8 @@ class TiledLinear:
     def num_bytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
-    def fill(self, part: int, weight: Tensor) -> None:
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        assert isinstance(weight, Tensor)
         width, start = self._width, self._starts[part]
         whole = weight.shape[0] // width
         tiles = weight[: whole * width].view(whole, width, -1).transpose(1, 2)
@@ -129,7 +130,8 @@ class HalfLinear:
         size = 2 if self._wide is None else 4
         return size * self._shape[0] * self._shape[1] + (0 if self._bias is None else self._bias.nbytes)
 
-    def fill(self, part: int, weight: Tensor) -> None:
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        assert isinstance(weight, Tensor)
         if self._wide is None:
             self._wide = torch.empty(self._shape)
         at = self._starts[part]

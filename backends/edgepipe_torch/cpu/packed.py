@@ -9,7 +9,6 @@ T rows, I in features, O out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -21,18 +20,14 @@ from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
 from edgepipe.spec.packed import Packed
-from edgepipe.weights.gguf_packing import pack_gguf
-from edgepipe_torch.cpu.calls import KernelCalls, Native, Product
+from edgepipe_torch.cpu.calls import KernelCalls, Product
 from edgepipe_torch.cpu.frame import SEGMENT
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
-from edgepipe_torch.cpu.repack import repack, repack_blocks
-from edgepipe_torch.cpu.repack_code import BLOCK_CODES
-from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.cpu.repack import repack
 from edgepipe_torch.cpu.tiled_weight import NUMBERS, TiledWeight, tile_floats
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
-from edgepipe_torch.layers.host_weights import StoredBlocks, StoredWeight
-from edgepipe_torch.layers.linear import Workspace
+from edgepipe_torch.layers.linear import ReadWeight, Workspace
 
 _WIDE_ROWS = 256  # widened at once without kernels
 
@@ -70,23 +65,21 @@ class PackedCpuLinear:
         kernels: Kernels | None = None,
         *,
         tiled_floats: bool = False,
-        cache: ShardCache | None = None,
     ) -> None:
         """``kernels``: None for this process's. ``tiled_floats``: kernels multiply parts of floats, too, not torch.
 
-        ``cache``: of repacked weights. In features are a multiple of 8.
+        In features are a multiple of 8.
         """
         self._name = name
         self._workspace = workspace
         self._in_features = in_features
         self._starts = [sum(parts[:index]) for index in range(len(parts))]
         self._out_features = sum(parts)
-        self._packed: dict[int, TiledWeight] = {}  # keys are parts
+        self._tiled: dict[int, TiledWeight] = {}  # keys are parts
         self._wide: dict[int, Tensor] = {}  # [O, I] float32 of each part
         self._bias: dict[int, Tensor] = {}  # bias of each part, padded to whole tiles
         self._kernels = kernels or cpu_kernels()
         self._tiled_floats = tiled_floats
-        self._cache = cache
         self._found: dict[int, Product | KernelsUnavailable] = {}  # keys are parts
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
@@ -102,7 +95,7 @@ class PackedCpuLinear:
     def num_bytes(self) -> int:
         """Memory of weights and biases."""
         tensors = sum(tensor.nbytes for tensor in (*self._wide.values(), *self._bias.values()))
-        return tensors + sum(weight.num_bytes for weight in self._packed.values())
+        return tensors + sum(weight.num_bytes for weight in self._tiled.values())
 
     @property
     def only_kernels(self) -> bool:
@@ -123,51 +116,20 @@ class PackedCpuLinear:
         return {
             PackedProducts(by=product.by) if isinstance(product, Product) else product.instead("torch (blocks widened)")
             for part, product in self._found.items()
-            if not self._packed[part].kind.number
+            if not self._tiled[part].kind.number
         }
 
-    def fill_packed(self, part: int, weight: Packed) -> None:
-        """Repack one part's weight [O, I]."""
-        self._packed[part] = repack(weight)
-
-    def fill_blocks(self, part: int, blocks: StoredBlocks, order: npt.NDArray[np.int64] | None = None) -> None:
-        """Read and repack one part's weight [O, I]. ``order``: rows of the outputs [O]; None: as they are.
-
-        Raises ModelInvalid if bytes and shape disagree or a scale is not finite.
-        """
-        function = self._repack_function(blocks.info.scheme)
-        if function is not None:
-            self._packed[part] = repack_blocks(blocks, function, order)
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        """Take one part's weight [O, I]: tiled, packed, or floats."""
+        if isinstance(weight, Packed):
+            weight = repack(weight)
+        elif isinstance(weight, Tensor) and self._tiled_floats:
+            weight = tile_floats(weight)
+        if isinstance(weight, TiledWeight):
+            self._tiled[part] = weight
         else:
-            packed = pack_gguf(blocks.read())
-            self.fill_packed(part, packed if order is None else packed.rows(order))
-
-    def fill_stored(
-        self, part: int, weight: StoredBlocks | StoredWeight, order: npt.NDArray[np.int64] | None = None
-    ) -> None:
-        """Fill a part from the cache; else repack it and keep it there. See ``StoredLinear``."""
-        kept = self._cache.read(weight.info, order) if self._cache else None
-        if kept is not None:
-            self._packed[part] = kept
-            return
-        if isinstance(weight, StoredBlocks):
-            self.fill_blocks(part, weight, order)
-        else:
-            packed = weight.load()
-            self.fill_packed(part, packed if order is None else packed.rows(order))
-        if self._cache:
-            self._cache.keep(weight.info, order, self._packed[part])
-
-    def fill_repacked(self, part: int, weight: TiledWeight) -> None:
-        """Take one part's weight [O, I], which was repacked before."""
-        self._packed[part] = weight
-
-    def fill(self, part: int, weight: Tensor) -> None:
-        """Copy one part's weight [O, I], which is stored as floats."""
-        if self._tiled_floats:
-            self._packed[part] = tile_floats(weight)
-            return
-        self._wide[part] = weight.to(torch.float32, copy=True)
+            assert isinstance(weight, Tensor)
+            self._wide[part] = weight.to(torch.float32, copy=True)
 
     def fill_bias(self, part: int, bias: Tensor) -> None:
         """Copy one part's bias [O]."""
@@ -177,7 +139,7 @@ class PackedCpuLinear:
     def finish(self) -> None:
         """Chain the parts that kernels multiply. Parts with the same inputs and factors share the prepared inputs."""
         slots: dict[tuple[object, ...], int] = {}
-        for part, weight in sorted(self._packed.items()):
+        for part, weight in sorted(self._tiled.items()):
             product = self._found[part] = self._product(weight.kind)
             if isinstance(product, KernelsUnavailable):
                 continue
@@ -189,7 +151,7 @@ class PackedCpuLinear:
             self._segments.append(fields)
         if self._segments:
             self._slots = len(slots)
-            most_groups = max(self._in_features // weight.group for weight in self._packed.values())
+            most_groups = max(self._in_features // weight.group for weight in self._tiled.values())
             self._slot = self._in_features + most_groups
             self._first = self._segments[0].ctypes.data
 
@@ -215,19 +177,12 @@ class PackedCpuLinear:
 
     def take(self, ids: Tensor) -> Tensor:
         """Return rows ids [T] int64 of a weight with one part, as [T, I]."""
-        weight, product = self._packed[0], self._found[0]
+        weight, product = self._tiled[0], self._found[0]
         if isinstance(product, KernelsUnavailable):
             return weight.values(ids)
         ids, out = ids.contiguous(), torch.empty(len(ids), self._in_features)
         product.take.call(self._first, ids.data_ptr(), len(ids), out.data_ptr())
         return weight.in_order(out)
-
-    def _repack_function(self, scheme: str) -> Native | None:
-        if isinstance(self._kernels, KernelsUnavailable) or scheme not in BLOCK_CODES:
-            return None
-        with suppress(KernelsUnavailable):
-            return self._kernels.repack(scheme)
-        return None
 
     def _product(self, kind: Kind) -> Product | KernelsUnavailable:
         if isinstance(self._kernels, KernelsUnavailable):
@@ -243,7 +198,7 @@ class PackedCpuLinear:
             scratch = self._workspace.get("packed inputs", self._slots * x.shape[0] * self._slot)
             threads = torch.get_num_threads()
             self._kernels.multiply(self._first, x, out, scratch, slot=self._slot, accumulate=add, threads=threads)
-        for part, weight in self._packed.items():
+        for part, weight in self._tiled.items():
             if not isinstance(self._found[part], Product):
                 self._multiply_by_torch(part, weight, x, out, add=add)
         for part, weight in self._wide.items():
@@ -269,6 +224,7 @@ class PackedCpuLinear:
 class RouterLinear(PackedCpuLinear):
     """The product of a router: its weight stays float32."""
 
-    def fill(self, part: int, weight: Tensor) -> None:
-        """Copy one part's weight [O, I]."""
-        self.fill_repacked(part, tile_floats(weight, torch.float32))
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        """Take one part's weight [O, I] of floats."""
+        assert isinstance(weight, Tensor)
+        super().fill(part, tile_floats(weight, torch.float32))

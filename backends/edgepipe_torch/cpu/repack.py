@@ -7,6 +7,7 @@ I in features, O out features, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -21,12 +22,14 @@ from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe.weights.gguf_packing import checked_row_bytes, pack_gguf, unusable_scale
 from edgepipe.weights.resident import cpu_group
+from edgepipe.weights.stored_weight import Rows
 from edgepipe_torch.cpu.calls import Native
 from edgepipe_torch.cpu.kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu.layout import planes_of
 from edgepipe_torch.cpu.tiled_weight import TiledWeight, on_threads
-from edgepipe_torch.layers.host_weights import StoredBlocks
 
+ReadBytes = Callable[[int, int], npt.NDArray[np.uint8]]
+"""Reads bytes of a tensor: an offset and a number. Threads may call it at once."""
 _CHUNK_VALUES = 1 << 18  # repacked at once by numpy
 _READ_BYTES = 1 << 20  # read and repacked at once by compiled code
 _CHECKED_ROWS, _CHECKED_BLOCKS = 2 * TILE + 5, 3
@@ -63,30 +66,30 @@ def repack(weight: Packed) -> TiledWeight:
     return found
 
 
-def repack_blocks(blocks: StoredBlocks, function: Native, order: npt.NDArray[np.int64] | None = None) -> TiledWeight:
-    """Repack blocks of a type of BLOCK_CODES by its compiled function. ``order``: rows [O]; None: all as they are.
+def repack_blocks(info: TensorInfo, read: ReadBytes, function: Native, rows: Rows | None) -> TiledWeight:
+    """Repack rows of a tensor of a type of BLOCK_CODES, or all, by its compiled function.
 
-    Without an order, blocks pass from the file to the layout in parts that stay in a core's cache. Raises ModelInvalid
-    if bytes and shape disagree or a scale is not finite.
+    Unless rows change places, blocks pass from the file to the layout in parts that stay in a core's cache. Raises
+    ModelInvalid if bytes and shape disagree or a scale is not finite.
     """
-    info, layout = blocks.info, LAYOUTS[blocks.info.scheme]
-    row_bytes = checked_row_bytes(info)
+    layout, row_bytes = LAYOUTS[info.scheme], checked_row_bytes(info)
+    run = slice(0, info.shape[0]) if rows is None else rows
+    order = None if isinstance(run, slice) else np.ascontiguousarray(run, np.int64)
+    begin, outputs = (run.start, run.stop - run.start) if isinstance(run, slice) else (0, len(run))
     inputs = info.shape[1]
-    outputs = info.shape[0] if order is None else len(order)
     found = TiledWeight((outputs, inputs), group=layout.form.group, kind=_kind_of(layout.form), zero=layout.zero or 0)
     scale = found.new_group_values()
     offset = found.new_group_values() if layout.form.offset == "added" else None
     per_row = inputs // BLOCKS_BY_NAME[info.scheme].block_values
-    whole = None if order is None else np.ascontiguousarray(blocks.read().data)
+    whole = None if order is None else read(0, info.num_bytes)
     step = max(1, _READ_BYTES // (row_bytes * TILE))
 
     def fill(tile: int) -> None:
         first, end = tile * TILE, min((tile + step) * TILE, outputs)
-        part = blocks.read_range(first * row_bytes, (end - first) * row_bytes) if whole is None else whole
-        rows = None if order is None else np.ascontiguousarray(order[first:end], np.int64)
+        part = read((begin + first) * row_bytes, (end - first) * row_bytes) if whole is None else whole
         function.call(
             part.ctypes.data,
-            0 if rows is None else rows.ctypes.data,
+            0 if order is None else order[first:end].ctypes.data,
             *(0 if tiles is None else tiles[tile].data_ptr() for tiles in (found.low, found.high, scale, offset)),
             per_row,
             end - first,
@@ -111,12 +114,13 @@ def repack_error(function: Native, scheme: str) -> float:
     raw = StoredTensor(
         info=TensorInfo(name=scheme, shape=shape, scheme=scheme, num_bytes=blocks.nbytes), data=blocks.reshape(-1)
     )
-    stored = StoredBlocks(
-        info=raw.info, read=lambda: raw, read_range=lambda start, count: raw.data[start : start + count]
-    )
     packed, order = pack_gguf(raw), random.permutation(_CHECKED_ROWS)
-    plain = same_bits(repack_blocks(stored, function), repack(packed))
-    ordered = same_bits(repack_blocks(stored, function, order), repack(packed.rows(order)))
+
+    def repacked(rows: Rows | None) -> TiledWeight:
+        return repack_blocks(raw.info, lambda start, count: raw.data[start : start + count], function, rows)
+
+    plain = same_bits(repacked(None), repack(packed))
+    ordered = same_bits(repacked(order), repack(packed.rows(order)))
     return 0.0 if plain and ordered else float("inf")
 
 

@@ -48,7 +48,6 @@ class CudaDevice(Device):
     """A GPU, in bf16 by default."""
 
     own_memory = True
-    reads_stored = False
     picks_candidates = True
 
     def __init__(

@@ -28,9 +28,8 @@ from edgepipe_torch.cuda.kernels.products import weight_struct, wide_struct
 from edgepipe_torch.cuda.packed import PackedCudaLinear
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
-from edgepipe_torch.layers.experts import Taken
+from edgepipe_torch.layers.experts import ReadRows, Taken
 from edgepipe_torch.layers.feed_forward import ACTIVATIONS
-from edgepipe_torch.layers.host_weights import HostWeight
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +141,7 @@ class ExpertMatrix:
             return
         for expert, linear in enumerate(self._each):
             own = slice(expert * self._rows, (expert + 1) * self._rows)
-            if isinstance(weight, Packed):
-                linear.fill_packed(part, weight.rows(own))
-            else:
-                linear.fill(part, weight[own])
+            linear.fill(part, weight.rows(own) if isinstance(weight, Packed) else weight[own])
 
     def fill_bias(self, part: int, bias: Tensor) -> None:
         """Copy the bias of a part of all experts [E * rows] from host memory."""
@@ -154,14 +150,15 @@ class ExpertMatrix:
             self._bias = torch.zeros(self._parts * size, dtype=torch.bfloat16, device=self.device)
         self._bias[part * size : (part + 1) * size].copy_(bias)
 
-    def fill_taken(self, part: int, weight: HostWeight, taken: Taken) -> None:
+    def fill_taken(self, part: int, read: ReadRows, taken: Taken) -> None:
         """See ``layers.experts.ExpertMatrix``."""
-        assert isinstance(weight, Tensor | Packed)  # a device reads no stored blocks
-        self.fill(part, taken.of_packed(weight) if isinstance(weight, Packed) else taken.of_floats(weight))
+        weight = read(taken.order)
+        assert isinstance(weight, Tensor | Packed)  # as CUDA devices read
+        self.fill(part, weight)
 
     def fill_taken_bias(self, part: int, bias: Tensor, taken: Taken) -> None:
         """See ``layers.experts.ExpertMatrix``."""
-        self.fill_bias(part, taken.of_floats(bias))
+        self.fill_bias(part, bias if taken.order is None else bias[torch.from_numpy(taken.order)])
 
     def finish(self) -> None:
         """Do nothing; the weights are complete."""

@@ -31,6 +31,7 @@ from edgepipe_torch.cuda.kernels.products import MOST_ROWS, Products
 from edgepipe_torch.cuda.packed_fallbacks import Int4Weights, UnpackedWeights, WideWeights, multiply_wide, rows_at_once
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.linear import ReadWeight
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,14 @@ class PackedCudaLinear:
         weights = sum(weights.num_bytes for weights in self._weights.values())
         return weights + (0 if self._bias is None else self._bias.nbytes)
 
-    def fill(self, part: int, weight: Tensor) -> None:
-        found = self._weights.setdefault(part, WideWeights(*weight.shape, dtype=self._dtype, device=self._device))
-        assert isinstance(found, WideWeights)
-        found.weight.copy_(weight)
-
-    def fill_packed(self, part: int, weight: Packed) -> None:
+    def fill(self, part: int, weight: ReadWeight) -> None:
         """Copy one part's weight from host memory. Raises RuntimeError if it differs in kind from its neighbours."""
+        if isinstance(weight, Tensor):
+            wide = WideWeights(*weight.shape, dtype=self._dtype, device=self._device)
+            wide.weight.copy_(weight)
+            self._weights[part] = wide
+            return
+        assert isinstance(weight, Packed)
         run = next(run for run in self._runs if part in run)
         found = self._weights.get(run.start)
         if found is None:

@@ -16,7 +16,7 @@ from edgepipe_torch.layers.experts import CountsExperts
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.layer import Layer
-from edgepipe_torch.layers.linear import Linear, PackedWeight, Table, Workspace
+from edgepipe_torch.layers.linear import HoldsPacked, Linear, Table, Workspace
 from edgepipe_torch.layers.mixers import RecurrentMixer, SliceStep, StepTensors
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.rope import Rotations
@@ -38,10 +38,10 @@ class SliceWeights:
     mixtures: Sequence[tuple[CountsExperts, int]] = ()
 
     @property
-    def packed(self) -> list[PackedWeight]:
+    def packed(self) -> list[HoldsPacked]:
         """Weights that stay packed."""
         found: list[object] = [each for layer in self.layers for each in layer.linears]
-        return [each for each in (*found, self.head, self.embedding) if isinstance(each, PackedWeight)]
+        return [each for each in (*found, self.head, self.embedding) if isinstance(each, HoldsPacked)]
 
     @property
     def waits(self) -> bool:

@@ -17,11 +17,12 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
+from edgepipe.weights.stored_weight import Rows, StoredWeight
 from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.experts import ExpertProducts, each_expert
 from edgepipe_torch.layers.kv import KVStorage
-from edgepipe_torch.layers.linear import Linear, PartForms, Workspace
+from edgepipe_torch.layers.linear import Linear, PartForms, ReadWeight, Workspace, floats_of
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.recurrent import Mixer
@@ -73,7 +74,6 @@ class Device(Protocol):
     packed: bool  # weights with a form stay packed
     packing: str  # see ``DeviceProfile.packing``
     own_memory: bool  # apart from the host's, which may then hold experts
-    reads_stored: bool  # products with a form read their weights from files: they are ``StoredLinear``
     picks_candidates: bool  # answer where the setting ``sampling`` is auto
     block_sizes: tuple[int, ...]
     transfer: Transfer
@@ -96,6 +96,13 @@ class Device(Protocol):
         ``role``: names the layer's product, which shares buffers with those of other layers.
         """
         ...
+
+    def read(self, weight: StoredWeight, rows: Rows | None = None) -> ReadWeight:
+        """Read rows of a weight [O, I], or all, in the form that products here take. Raises ModelInvalid."""
+        if weight.info.form is not None:
+            return weight.packed_rows(rows)
+        floats = floats_of(weight)
+        return floats if rows is None else floats[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
 
     def router(self, in_features: int, count: int) -> Linear | None:
         """Make the product of a router, whose rows have the same logits in any batch; None: there are no kernels."""

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from edgepipe.spec.layer_spec import Experts
-from edgepipe.spec.packed import Packed
+from edgepipe.weights.stored_weight import Rows
 from edgepipe_torch.layers.feed_forward import Gated
-from edgepipe_torch.layers.host_weights import HostWeight, StoredBlocks, StoredLinear, StoredWeight
-from edgepipe_torch.layers.linear import HeldWeight, Linear, PackedLinear, PartForms
+from edgepipe_torch.layers.linear import HeldWeight, Linear, PartForms, ReadWeight
 
 EXPERTS = "experts"  # role of their products
 
@@ -34,20 +34,16 @@ class Taken:
         """Rows of all experts in the weight."""
         return self.count * self.rows
 
-    def each(self) -> Iterator[tuple[int, int]]:
-        """Yield each expert's first row and the one behind its last."""
-        return ((number * self.rows, (number + 1) * self.rows) for number in self.numbers)
+    def each(self) -> Iterator[slice]:
+        """Yield each expert's rows."""
+        return (slice(number * self.rows, (number + 1) * self.rows) for number in self.numbers)
 
-    def of_packed(self, weight: Packed) -> Packed:
-        """Return the rows of these experts, of a packed weight [count * rows, in]."""
-        return weight if len(self.numbers) == self.count else weight.rows(self._order().numpy())
-
-    def of_floats(self, weight: Tensor) -> Tensor:
-        """Return the rows of these experts, of floats [count * rows, ...]."""
-        return weight if len(self.numbers) == self.count else weight[self._order()]
-
-    def _order(self) -> Tensor:
-        return torch.cat([torch.arange(first, end) for first, end in self.each()])
+    @property
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """The numbers of these experts' rows; None: of all experts."""
+        if len(self.numbers) == self.count:
+            return None
+        return np.concatenate([np.arange(own.start, own.stop) for own in self.each()])
 
 
 class CountsExperts(Protocol):
@@ -59,11 +55,15 @@ class CountsExperts(Protocol):
         ...
 
 
+ReadRows = Callable[[Rows | None], ReadWeight]
+"""Reads rows of a weight, or all; see ``Device.read``."""
+
+
 class ExpertMatrix(HeldWeight, Protocol):
     """A matrix of some experts, with parts (gate and up) of equal size."""
 
-    def fill_taken(self, part: int, weight: HostWeight, taken: Taken) -> None:
-        """Copy the rows of the experts taken, of a part [count * rows, in]. Raises RuntimeError for another kind."""
+    def fill_taken(self, part: int, read: ReadRows, taken: Taken) -> None:
+        """Take the rows of the experts taken, of a part [count * rows, in]. Raises RuntimeError for another kind."""
         ...
 
     def fill_taken_bias(self, part: int, bias: Tensor, taken: Taken) -> None:
@@ -156,21 +156,13 @@ class ExpertLinears:
     def num_bytes(self) -> int:
         return sum(linear.num_bytes for linear in self._linears)
 
-    def fill_taken(self, part: int, weight: HostWeight, taken: Taken) -> None:
-        weight = weight.load() if isinstance(weight, StoredWeight) else weight
-        for linear, (first, end) in zip(self._linears, taken.each(), strict=True):
-            if isinstance(weight, StoredBlocks):
-                assert isinstance(linear, StoredLinear)
-                linear.fill_stored(part, weight.rows(first, end))
-            elif isinstance(weight, Packed):
-                assert isinstance(linear, PackedLinear)
-                linear.fill_packed(part, weight.rows(slice(first, end)))
-            else:
-                linear.fill(part, weight[first:end])
+    def fill_taken(self, part: int, read: ReadRows, taken: Taken) -> None:
+        for linear, own in zip(self._linears, taken.each(), strict=True):
+            linear.fill(part, read(own))
 
     def fill_taken_bias(self, part: int, bias: Tensor, taken: Taken) -> None:
-        for linear, (first, end) in zip(self._linears, taken.each(), strict=True):
-            linear.fill_bias(part, bias[first:end])
+        for linear, own in zip(self._linears, taken.each(), strict=True):
+            linear.fill_bias(part, bias[own])
 
     def finish(self) -> None:
         for linear in self._linears:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from edgepipe.backend.types import PackedProducts
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
+from edgepipe.weights.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class HeldWeight(Protocol):
 
 
 @runtime_checkable
-class PackedWeight(HeldWeight, Protocol):
-    """A weight that keeps packed parts packed."""
+class HoldsPacked(HeldWeight, Protocol):
+    """A product with packed parts."""
 
     @property
     def products(self) -> set[PackedProducts]:
@@ -47,11 +49,15 @@ class PackedWeight(HeldWeight, Protocol):
         ...
 
 
+ReadWeight = Tensor | Packed | HeldWeight
+"""A weight [O, I] in host memory as products take it: floats, packed, or tiled for the kernels of a CPU."""
+
+
 class Linear(HeldWeight, Protocol):
     """A weight with parts (such as q, k and v) merged along the out features."""
 
-    def fill(self, part: int, weight: Tensor) -> None:
-        """Copy one part's weight [O, I] from host memory; the caller may then free its own."""
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        """Take one part's weight [O, I], as ``Device.read`` returns it. The caller may then free its own."""
         ...
 
     def fill_bias(self, part: int, bias: Tensor) -> None:
@@ -84,13 +90,12 @@ class Table(Protocol):
         ...
 
 
-@runtime_checkable
-class PackedLinear(Linear, PackedWeight, Table, Protocol):
-    """A ``Linear`` that keeps packed weights packed."""
-
-    def fill_packed(self, part: int, weight: Packed) -> None:
-        """Copy one part's packed weight [O, I] from host memory; the caller may then free its own."""
-        ...
+def floats_of(weight: StoredWeight) -> Tensor:
+    """Return a weight's values: bf16 where it holds them, half the bytes, else float32. Raises ModelInvalid."""
+    values = weight.floats
+    if values.dtype == np.uint16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 class Workspace:
@@ -126,7 +131,8 @@ class PlainLinear:
     def num_bytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
-    def fill(self, part: int, weight: Tensor) -> None:
+    def fill(self, part: int, weight: ReadWeight) -> None:
+        assert isinstance(weight, Tensor)
         at = self._starts[part]
         self._weight[at : at + weight.shape[0]].copy_(weight)
 

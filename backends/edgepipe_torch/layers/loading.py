@@ -1,26 +1,22 @@
-"""Load weights from a source into a slice, one tensor at a time; each raw tensor is freed before the next is read.
+"""Read weights into a slice, one at a time: the builder says where each goes; it is freed before the next is read.
 
-Packed weights stay packed, or are widened to the compute dtype.
+Weights with a form stay packed, or are widened to the compute dtype.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from edgepipe.backend.types import LoadProgress
+from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import Slice
-from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo, WeightSource
-from edgepipe.weights.dequantise import round_to_bf16
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.stored_weight import StoredWeight, stored_weights
 from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import Device
 from edgepipe_torch.layers.expert_uses import ExpertUses
-from edgepipe_torch.layers.host_weights import HostWeight, StoredBlocks, StoredWeight, host_tensor
+from edgepipe_torch.layers.measuring import lacks_memory
 from edgepipe_torch.layers.rope import RotaryKind
 from edgepipe_torch.layers.slice_builder import SliceBuilder
 
@@ -46,40 +42,30 @@ def load_slices(
 
     Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors.
     """
-    build = partial(
-        SliceBuilder,
-        source.config,
-        device=device,
-        host=host,
-        rotations=rotations,
-        ram_percent=ram_percent,
-        uses=uses,
-    )
-    return _load_slices(slices, source, progress, device, build)
-
-
-def _load_slices(
-    slices: Sequence[Slice],
-    source: WeightSource,
-    progress: Callable[[LoadProgress], None],
-    device: Device,
-    build: Callable[[Slice, Sequence[WeightInfo]], SliceBuilder],
-) -> list[SliceWeights]:
-    todo = [(part, info) for part in slices for info in source.weights(part)]
-    total_bytes = sum(info.num_bytes for _part, info in todo)
+    sizes = [info.num_bytes for part in slices for info in source.weights(part)]
     done, done_bytes = 0, 0
     loaded: list[SliceWeights] = []
     for part in slices:
-        infos = source.weights(part)
-        stored = {info.name: info for info in source.tensors(part)}
-        builder = build(part, infos)
+        opened = stored_weights(source, part)
+        weights = deque(opened if device.packed else (weight.without_form() for weight in opened))
+        infos = [weight.info for weight in weights]
+        builder = SliceBuilder(
+            source.config,
+            part,
+            infos,
+            device=device,
+            host=host,
+            rotations=rotations,
+            ram_percent=ram_percent,
+            uses=uses,
+        )
         try:
             for info in infos:
-                builder.take(info.name, _host_weight(source, device, info, stored))
+                _fill(builder, weights.popleft())
                 done, done_bytes = done + 1, done_bytes + info.num_bytes
                 progress(
                     LoadProgress(
-                        tensors_done=done, tensors_total=len(todo), bytes_done=done_bytes, bytes_total=total_bytes
+                        tensors_done=done, tensors_total=len(sizes), bytes_done=done_bytes, bytes_total=sum(sizes)
                     )
                 )
         finally:
@@ -88,37 +74,20 @@ def _load_slices(
     return loaded
 
 
-def _host_weight(
-    source: WeightSource, device: Device, info: WeightInfo, stored: Mapping[str, TensorInfo]
-) -> HostWeight:
-    """Read a weight: packed if it has a form and may stay so, else as floats. ``take`` may read it later.
-
-    ``stored``: the slice's tensors by name.
-    """
-    tensor = stored.get(info.name)
-    if tensor is not None and (tensor.scheme, tensor.shape) == (info.scheme, info.shape):
-        if info.form is not None and device.reads_stored:
-            read, read_range = partial(source.read, info.name), partial(source.read_range, info.name)
-            return StoredBlocks(info=tensor, read=read, read_range=read_range)
-        if not device.packed:
-            return host_tensor(source.read(info.name))
-    if info.form is not None and device.reads_stored:
-        return StoredWeight(info=info, load=partial(_load_packed, source, info.name))
-    weight = source.load(info.name)
-    if isinstance(weight, StoredTensor):
-        return host_tensor(weight)
-    return weight if device.packed else _widened(weight, rounded=info.rounded)
+def _fill(builder: SliceBuilder, weight: StoredWeight) -> None:
+    """Read a weight to its places. Raises ModelInvalid for an unknown name or a wrong shape, and memory errors."""
+    name, shape = weight.info.name, weight.info.shape
+    for place in builder.places(name):
+        if shape != place.shape:
+            raise _misfit(name, shape)
+        try:
+            place.fill(weight)
+        except RuntimeError as exc:
+            if lacks_memory(exc) or "CUDA error" in str(exc):  # the device's fault, not the weight's
+                raise
+            raise _misfit(name, shape) from exc
+    builder.finish(name)
 
 
-def _load_packed(source: WeightSource, name: str) -> Packed:
-    weight = source.load(name)
-    assert isinstance(weight, Packed), f"{name} has a form"
-    return weight
-
-
-def _widened(weight: Packed, *, rounded: bool) -> Tensor:
-    """Return a packed weight's values: float32, or bf16 if ``rounded``."""
-    values = weight.float32()
-    if not rounded:
-        return torch.from_numpy(values)
-    return torch.from_numpy(round_to_bf16(values).view(np.int16)).view(torch.bfloat16)
+def _misfit(name: str, shape: tuple[int, ...]) -> ModelInvalid:
+    return ModelInvalid(f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape)}")

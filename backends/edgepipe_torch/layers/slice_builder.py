@@ -1,11 +1,12 @@
-"""Empty storage for a slice's weights, with the destination of each tensor.
+"""Empty storage for a slice's weights, with the places of each weight.
 
-Merged and tiled storage is allocated first and filled in place, so no weight is held twice.
+Merged storage is allocated first and filled in place, so no weight is held twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,8 +17,8 @@ from edgepipe.spec.expert_places import numbers_in_ram
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
 from edgepipe.spec.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
-from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightInfo
+from edgepipe.weights.stored_weight import StoredWeight
 from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import Device
 from edgepipe_torch.layers.expert_ram import ExpertsInRam
@@ -25,21 +26,9 @@ from edgepipe_torch.layers.expert_uses import ExpertUses
 from edgepipe_torch.layers.experts import CountsExperts, ExpertMatrix, ExpertProducts, Taken
 from edgepipe_torch.layers.feed_forward import FeedForward, Gated
 from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads
-from edgepipe_torch.layers.host_weights import (
-    HostWeight,
-    Sink,
-    StoredBlocks,
-    StoredLinear,
-    StoredWeight,
-    copy_exactly,
-    exact_type,
-    floats_of,
-    shape_of,
-)
 from edgepipe_torch.layers.latent import LatentAttention
 from edgepipe_torch.layers.layer import Layer
-from edgepipe_torch.layers.linear import Linear, PackedLinear, PartForms, Table
-from edgepipe_torch.layers.measuring import lacks_memory
+from edgepipe_torch.layers.linear import Linear, PartForms, Table, floats_of
 from edgepipe_torch.layers.mixers import LayerMixer, RecurrentMixer, SelfAttention
 from edgepipe_torch.layers.mixture import Apart, Both, Mixture
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
@@ -48,8 +37,16 @@ from edgepipe_torch.layers.routing import RouterWeights
 from edgepipe_torch.layers.step_ops import norm_of
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight goes."""
+
+    shape: tuple[int, ...]  # the weight's
+    fill: Callable[[StoredWeight], None]  # reads it in the form that is needed here; raises RuntimeError
+
+
 class SliceBuilder:
-    """Empty storage for a slice, with the destination of each named tensor."""
+    """Empty storage for a slice, with the places of each named weight."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class SliceBuilder:
         uses: ExpertUses | None = None,
     ) -> None:
         """
-        infos        the weights to load
+        infos        the weights to load; those with a form stay packed
         device       that computes them
         host         where some experts stay
         ram_percent  of each layer's experts, which stay there
@@ -80,7 +77,7 @@ class SliceBuilder:
         self._ram_percent = ram_percent
         self._uses = uses or ExpertUses(None)
         self._infos = {info.name: info for info in infos}
-        self._sinks: dict[str, list[Sink]] = {}
+        self._places: dict[str, list[Place]] = {}
         self._unfinished: list[tuple[set[str], Linear | ExpertMatrix]] = []  # missing names, product
         self._mixtures: list[tuple[CountsExperts, int]] = []
         attending = [index for index in part.layers if config.layers[index].attention is not None]
@@ -100,31 +97,19 @@ class SliceBuilder:
             mixtures=self._mixtures,
         )
 
-    def take(self, name: str, tensor: HostWeight) -> None:
-        """Copy a host tensor or a packed weight to its destination, or read it from its files.
-
-        Raises ModelInvalid for an unknown name or a wrong shape, and torch's memory errors.
-        """
-        if name not in self._sinks:
+    def places(self, name: str) -> Sequence[Place]:
+        """Return where a weight goes. Raises ModelInvalid for a weight of another slice."""
+        if name not in self._places:
             raise ModelInvalid(f"tensor '{name}' does not belong to the slice")
-        try:
-            for sink in self._sinks[name]:
-                sink(tensor)
-        except RuntimeError as exc:
-            if lacks_memory(exc) or "CUDA error" in str(exc):  # the device's fault, not the tensor's
-                raise
-            raise ModelInvalid(
-                f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape_of(tensor))}"
-            ) from exc
-        self._finish(name)
+        return self._places[name]
 
     def release(self) -> None:
-        """Forget the destinations. They refer to the builder, so the weights would stay until Python collects it."""
-        self._sinks.clear()
+        """Forget the places. They refer to the builder, so the weights would stay until Python collects it."""
+        self._places.clear()
         self._unfinished.clear()
 
-    def _finish(self, name: str) -> None:
-        """Finish the products for which this was the last tensor, before the next tensor is read."""
+    def finish(self, name: str) -> None:
+        """Finish the products for which this was the last weight, before the next one is read."""
         for missing, linear in self._unfinished:
             missing.discard(name)
             if not missing:
@@ -236,11 +221,10 @@ class SliceBuilder:
     def _exact(self, name: str, target: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> None:
         """Fill a float32 tensor with a weight, or with what ``change`` makes of it."""
 
-        def sink(weight: HostWeight) -> None:
-            values = floats_of(weight).float()
-            copy_exactly(target, values if change is None else change(values))
+        def fill(values: Tensor) -> None:
+            target.copy_(values if change is None else change(values.float()))
 
-        self._send(name, sink)
+        self._send(name, tuple(target.shape), fill)
 
     def _latent_attention(self, prefix: str, attention: Attention, heads: LayerHeads) -> LatentAttention:
         latent, hidden = attention.latent, self._config.hidden_size
@@ -260,13 +244,15 @@ class SliceBuilder:
             device=self._place,
         )
         if latent.query_rank:
-            self._send(f"{prefix}q_a_layernorm.weight", lambda weight: copy_exactly(made.query_norm, floats_of(weight)))
-        self._send(f"{prefix}kv_a_layernorm.weight", lambda weight: copy_exactly(made.key_norm, floats_of(weight)))
+            self._send(f"{prefix}q_a_layernorm.weight", (latent.query_rank,), made.query_norm.copy_)
+        self._send(f"{prefix}kv_a_layernorm.weight", (latent.kv_rank,), made.key_norm.copy_)
+        count, rank = attention.num_heads, latent.kv_rank
         if latent.joined:
-            self._send(f"{prefix}kv_b_proj.weight", lambda weight: made.fill_joined(floats_of(weight)))
+            joined = count * (latent.nope_dim + latent.value_dim), rank
+            self._send(f"{prefix}kv_b_proj.weight", joined, made.fill_joined)
         else:
-            self._send(f"{prefix}k_b_proj.weight", lambda weight: made.fill_keys(floats_of(weight)))
-            self._send(f"{prefix}v_b_proj.weight", lambda weight: made.fill_values(floats_of(weight)))
+            self._send(f"{prefix}k_b_proj.weight", (count * rank, latent.nope_dim), made.fill_keys)
+            self._send(f"{prefix}v_b_proj.weight", (count * latent.value_dim, rank), made.fill_values)
         return made
 
     def _qk_norm(self, name: str, width: int, attention: Attention) -> Tensor | None:
@@ -322,14 +308,9 @@ class SliceBuilder:
             weight = self._matrix(name + ".weight", shape, torch.float32)
             return weight, self._matrix(name + ".bias", (count,), torch.float32) if biased else None
 
-        def fill(weight: HostWeight) -> None:
-            if shape_of(weight) != shape:
-                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            linear.fill(0, floats_of(weight))
-
-        self._send(name + ".weight", fill)
+        self._send(name + ".weight", shape, partial(linear.fill, 0))
         if biased:
-            self._send(name + ".bias", self._bias_sink(linear, 0, count, pairs=None))
+            self._send(name + ".bias", (count,), partial(linear.fill_bias, 0))
         names = {name + ".weight"} | ({name + ".bias"} if biased else set())
         self._unfinished.append((names, linear))
         return linear, None
@@ -362,25 +343,23 @@ class SliceBuilder:
         made = device.experts(experts, width, len(numbers), *forms)
         sizes = (experts.inner, width), (width, experts.inner)
         for matrix, each, (rows, in_features) in zip(made.matrices, parts, sizes, strict=True):
-            self._fill_experts(matrix, each, Taken(numbers, rows, experts.count), in_features)
+            self._fill_experts(matrix, device, each, Taken(numbers, rows, experts.count), in_features)
         return made
 
-    def _fill_experts(self, matrix: ExpertMatrix, parts: Sequence[str], taken: Taken, in_features: int) -> None:
-        """Fill a matrix from parts that hold all experts' rows in turn."""
+    def _fill_experts(
+        self, matrix: ExpertMatrix, device: Device, parts: Sequence[str], taken: Taken, in_features: int
+    ) -> None:
+        """Fill a matrix on a device from parts that hold all experts' rows in turn."""
 
-        def fill(part: int, weight: HostWeight) -> None:
-            if shape_of(weight) != (taken.all_rows, in_features):
-                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            matrix.fill_taken(part, weight, taken)
+        def fill(part: int, weight: StoredWeight) -> None:
+            matrix.fill_taken(part, partial(device.read, weight), taken)
 
-        def fill_bias(part: int, bias: HostWeight) -> None:
-            if shape_of(bias) != (taken.all_rows,):
-                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            matrix.fill_taken_bias(part, floats_of(bias), taken)
+        def fill_bias(part: int, bias: Tensor) -> None:
+            matrix.fill_taken_bias(part, bias, taken)
 
         for part, name in enumerate(parts):
-            self._send(f"{name}.weight", partial(fill, part))
-            self._send(f"{name}.bias", partial(fill_bias, part))
+            self._take(f"{name}.weight", (taken.all_rows, in_features), partial(fill, part))
+            self._send(f"{name}.bias", (taken.all_rows,), partial(fill_bias, part))
         names = {f"{name}{suffix}" for name in parts for suffix in (".weight", ".bias")}
         self._unfinished.append((names & self._infos.keys(), matrix))
 
@@ -392,18 +371,15 @@ class SliceBuilder:
         if self._config.tied_embeddings and isinstance(head, Table):
             return head
         info = self._infos.get(EMBEDDING)
-        if self._device.packed and info is not None and info.form is not None:
-            table = self._merged(
-                "embedding", [(EMBEDDING, "", self._config.vocab_size, None)], self._config.hidden_size
-            )
-            assert isinstance(table, PackedLinear)
+        shape = self._config.vocab_size, self._config.hidden_size
+        if info is not None and info.form is not None:
+            table = self._merged("embedding", [(EMBEDDING, "", shape[0], None)], shape[1])
+            assert isinstance(table, Table)
             return table
         dtype = self._dtype
-        if dtype == torch.float32 and info is not None:  # the decoder widens rows
-            dtype = exact_type(info)
-        rows = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._place)
-        self._send(EMBEDDING, lambda tensor: copy_exactly(rows, floats_of(tensor)))
-        return rows
+        if dtype == torch.float32 and info is not None:  # the narrowest that holds its values: the decoder widens rows
+            dtype = torch.bfloat16 if info.is_bf16 else torch.float16 if info.fits_16_bits else dtype
+        return self._matrix(EMBEDDING, shape, dtype)
 
     def _linear(self, parts: Sequence[tuple[str, int, Attention | None]], in_features: int) -> Linear:
         """Make a product from parts: name without suffix, out features, attention whose rotary pairs its rows form."""
@@ -416,57 +392,47 @@ class SliceBuilder:
         forms = self._forms([weight for weight, _bias, _size, _pairs in parts])
         linear = self._device.product(role, in_features, sizes, forms)
         for index, (weight, bias, size, pairs) in enumerate(parts):
-            self._send(weight, self._part_sink(linear, index, (size, in_features), pairs=pairs))
-            self._send(bias, self._bias_sink(linear, index, size, pairs=pairs))
+            order = None if pairs is None else pair_order(size, pairs)
+            self._take(weight, (size, in_features), partial(self._fill_part, linear, index, order))
+            self._send(bias, (size,), partial(self._fill_bias, linear, index, order))
         self._unfinished.append((names, linear))
         return linear
+
+    def _fill_part(self, linear: Linear, part: int, order: Tensor | None, weight: StoredWeight) -> None:
+        linear.fill(part, self._device.read(weight, None if order is None else order.numpy()))
+
+    def _fill_bias(self, linear: Linear, part: int, order: Tensor | None, bias: Tensor) -> None:
+        linear.fill_bias(part, bias if order is None else bias[order])
 
     def _forms(self, weights: Sequence[str]) -> PartForms:
         """Return how weights are stored."""
         infos = [self._infos.get(name) for name in weights]
-        forms = [info.form if info is not None and self._device.packed else None for info in infos]
+        forms = [None if info is None else info.form for info in infos]
         return PartForms(forms, fit_16_bits=all(info.fits_16_bits for info in infos if info is not None))
-
-    def _part_sink(self, linear: Linear, index: int, shape: tuple[int, int], *, pairs: Attention | None) -> Sink:
-        def sink(weight: HostWeight) -> None:
-            if shape_of(weight) != shape:
-                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            order = None if pairs is None else pair_order(shape[0], pairs)
-            if isinstance(weight, StoredBlocks | StoredWeight):
-                assert isinstance(linear, StoredLinear)
-                linear.fill_stored(index, weight, None if order is None else order.numpy())
-            elif isinstance(weight, Packed):
-                assert isinstance(linear, PackedLinear)
-                linear.fill_packed(index, weight if order is None else weight.rows(order.numpy()))
-            else:
-                linear.fill(index, weight if order is None else weight[order])
-
-        return sink
-
-    def _bias_sink(self, linear: Linear, index: int, size: int, *, pairs: Attention | None) -> Sink:
-        def sink(bias: HostWeight) -> None:
-            if shape_of(bias) != (size,):
-                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            values = floats_of(bias)
-            linear.fill_bias(index, values if pairs is None else values[pair_order(size, pairs)])
-
-        return sink
 
     def _vector(self, name: str, size: int, *, pairs: Attention | None = None) -> Tensor:
         """Make a norm's weight; the files of some families hold it minus one."""
         vector = torch.empty(size, dtype=self._dtype, device=self._place)
         order = slice(None) if pairs is None else pair_order(size, pairs)
         more = 1.0 if self._config.norm.plus_one else 0.0
-        self._send(name, lambda tensor: copy_exactly(vector, (floats_of(tensor)[order].float() + more)))
+        self._send(name, (size,), lambda values: vector.copy_(values[order].float() + more))
         return vector
 
     def _matrix(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         matrix = torch.empty(shape, dtype=dtype, device=self._place)
-        self._send(name, lambda tensor: copy_exactly(matrix, floats_of(tensor)))
+        self._send(name, shape, matrix.copy_)
         return matrix
 
-    def _send(self, name: str, sink: Sink) -> None:
-        self._sinks.setdefault(name, []).append(sink)
+    def _send(self, name: str, shape: tuple[int, ...], fill: Callable[[Tensor], object]) -> None:
+        """Name what takes the floats of a weight."""
+
+        def fill_floats(weight: StoredWeight) -> None:
+            fill(floats_of(weight))
+
+        self._take(name, shape, fill_floats)
+
+    def _take(self, name: str, shape: tuple[int, ...], fill: Callable[[StoredWeight], None]) -> None:
+        self._places.setdefault(name, []).append(Place(shape, fill))
 
 
 def pair_order(rows: int, attention: Attention) -> Tensor:

@@ -75,7 +75,7 @@ def linear_of(parts: list[Packed], kernels: CpuKernels | KernelsUnavailable | No
     workspace = Workspace(torch.float32, torch.device("cpu"))
     linear = PackedCpuLinear("test", INPUTS, [part.shape[0] for part in parts], workspace, kernels)
     for index, part in enumerate(parts):
-        linear.fill_packed(index, part)
+        linear.fill(index, part)
         linear.fill_bias(index, torch.arange(float(part.shape[0])))
     linear.finish()
     return linear

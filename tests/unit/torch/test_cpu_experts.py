@@ -53,7 +53,7 @@ def make_each(
         second = PackedCpuLinear("experts", INNER, (HIDDEN,), space, kernels)
         gate, up, down = (random_packed(scheme, (HIDDEN, INNER), rng) for scheme in schemes)
         for linear, part, weight in ((first, 0, gate), (first, 1, up), (second, 0, down)):
-            linear.fill_packed(part, weight)
+            linear.fill(part, weight)
         if biased:
             first.fill_bias(1, torch.full((INNER,), float(expert)))
             second.fill_bias(0, torch.full((HIDDEN,), 1.0 + expert))

@@ -17,16 +17,17 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch.cpu import repack as cpu_repack  # noqa: E402
 from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.cpu.repack import StoredBlocks, repack, repack_blocks, same_bits  # noqa: E402
+from edgepipe_torch.cpu.repack import repack, repack_blocks, same_bits  # noqa: E402
 from edgepipe_torch.cpu.repack_code import BLOCK_CODES  # noqa: E402
+from edgepipe_torch.cpu.tiled_weight import TiledWeight  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.errors import ModelInvalid  # noqa: E402
 from edgepipe.spec.config import hf_config  # noqa: E402
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME  # noqa: E402
 from edgepipe.spec.tensors import StoredTensor, WeightSource  # noqa: E402
 from edgepipe.weights.gguf_packing import pack_gguf  # noqa: E402
+from edgepipe.weights.stored_weight import Rows  # noqa: E402
 from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
 from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
 from tests.support.models.files import hf_values, random_tensors, write_gguf  # noqa: E402
@@ -44,10 +45,10 @@ def kernels() -> CpuKernels:
     return found
 
 
-def in_file(raw: StoredTensor) -> StoredBlocks:
-    return StoredBlocks(
-        info=raw.info, read=lambda: raw, read_range=lambda start, count: raw.data[start : start + count].copy()
-    )
+def repacked(raw: StoredTensor, rows: Rows | None = None) -> TiledWeight:
+    """The rows of a tensor, by compiled code from its file."""
+    function = kernels().repack(raw.info.scheme)
+    return repack_blocks(raw.info, lambda start, count: raw.data[start : start + count].copy(), function, rows)
 
 
 def random_weight(scheme: str, rows: int, blocks: int, seed: int = 0) -> StoredTensor:
@@ -61,11 +62,11 @@ def random_weight(scheme: str, rows: int, blocks: int, seed: int = 0) -> StoredT
 @given(rows=st.integers(1, 70), blocks=st.integers(1, 5), tiles=st.integers(1, 3), seed=st.integers(0, 1 << 30))
 def test_compiled_code_gives_the_bits_of_numpy(scheme: str, rows: int, blocks: int, tiles: int, seed: int) -> None:
     raw = random_weight(scheme, rows, blocks, seed)
-    function, packed = kernels().repack(scheme), pack_gguf(raw)
+    packed = pack_gguf(raw)
     with patch.object(cpu_repack, "_READ_BYTES", tiles * 16 * len(raw.data) // rows):
-        assert same_bits(repack_blocks(in_file(raw), function), repack(packed))
+        assert same_bits(repacked(raw), repack(packed))
         order = np.random.default_rng(seed).permutation(rows)[: max(1, rows - 3)]
-        assert same_bits(repack_blocks(in_file(raw), function, order), repack(packed.rows(order)))
+        assert same_bits(repacked(raw, order), repack(packed.rows(order)))
 
 
 @needs_kernels
@@ -80,7 +81,7 @@ def test_all_codes_and_all_finite_scales_are_repacked(scheme: str) -> None:
         records[name] = random.integers(0, 0x7C00, records.shape) | random.choice([0, 0x8000], records.shape)
         records[name][:3] = [[0], [1], [0x8001]]
     raw = replace(raw, data=blocks.reshape(-1))
-    assert same_bits(repack_blocks(in_file(raw), kernels().repack(scheme)), repack(pack_gguf(raw)))
+    assert same_bits(repacked(raw), repack(pack_gguf(raw)))
 
 
 @needs_kernels
@@ -92,7 +93,7 @@ def test_a_scale_that_is_no_number_is_refused_alike(scheme: str, field: str, bit
     with pytest.raises(ModelInvalid) as by_numpy:
         pack_gguf(raw)
     with pytest.raises(ModelInvalid) as compiled:
-        repack_blocks(in_file(raw), kernels().repack(scheme))
+        repacked(raw)
     assert str(compiled.value) == str(by_numpy.value)
 
 
@@ -103,22 +104,18 @@ def test_a_tensor_whose_size_does_not_fit_its_shape_is_refused() -> None:
     odd = replace(raw, info=replace(raw.info, shape=(20, 511)))
     for wrong in (short, odd):
         with pytest.raises(ModelInvalid):
-            repack_blocks(in_file(wrong), kernels().repack("Q4_K"))
+            repacked(wrong)
 
 
 @needs_kernels
-def test_wrong_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = random_weight("Q5_K", 24, 2)
-    packed, found = repack(pack_gguf(raw)), kernels()
+def test_wrong_code_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source, found = gguf_weights(tmp_path, "Q5_1"), kernels()
+    by_numpy = packed_parts(source, NO_KERNELS)
     monkeypatch.setattr(found, "_repacks", {})
     monkeypatch.setattr("edgepipe_torch.cpu.kernels.repack_error", lambda _function, _scheme: float("inf"))
-    linear = PackedCpuLinear("test", raw.info.shape[1], [24], Workspace(torch.float32, CPU), found)
-    linear.fill_blocks(0, in_file(raw))
-    linear.finish()
     with pytest.raises(KernelsUnavailable, match="wrong values"):
-        found.repack("Q5_K")
-    ids = torch.arange(24)
-    torch.testing.assert_close(linear.take(ids), packed.values(ids), rtol=1e-6, atol=0)
+        found.repack("Q5_1")
+    assert all(same_bits(*pair) for pair in zip(packed_parts(source, found), by_numpy, strict=True))
 
 
 # --- models in files ----------------------------------------------------------------------------------------------
@@ -137,7 +134,10 @@ class CountedWeights(Weights):
         return super().read(name)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        self.parts.append(num_bytes)
+        if num_bytes == self.infos[name].num_bytes:
+            self.whole.append(name)
+        else:
+            self.parts.append(num_bytes)
         return super().read_range(name, offset, num_bytes)
 
 
@@ -147,13 +147,13 @@ def gguf_weights(folder: Path, scheme: str, architecture: str = "llama") -> Weig
     return open_weights(path)
 
 
-def packed_parts(source: WeightSource, with_kernels: CpuKernels | KernelsUnavailable) -> list[cpu_repack.TiledWeight]:
+def packed_parts(source: WeightSource, with_kernels: CpuKernels | KernelsUnavailable) -> list[TiledWeight]:
     loaded = loaded_slice(source, kernels=with_kernels)
     products = [each for layer in loaded.layers for each in layer.linears]
-    found: list[cpu_repack.TiledWeight] = []
+    found: list[TiledWeight] = []
     for product in products:
         assert isinstance(product, PackedCpuLinear)
-        found += [weight for _part, weight in sorted(product._packed.items())]
+        found += [weight for _part, weight in sorted(product._tiled.items())]
     return found
 
 

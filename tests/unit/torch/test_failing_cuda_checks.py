@@ -85,7 +85,7 @@ def test_packed_weights_whose_kernels_are_not_launched_are_multiplied_by_torch(
 ) -> None:
     weight = random_packed(FORMS["Q4_K"], 32, 512, np.random.default_rng(1))
     linear = PackedCudaLinear(512, [32], [weight.form], dtype=torch.bfloat16, device=CPU, library=library_of(refuse))
-    linear.fill_packed(0, weight)
+    linear.fill(0, weight)
     x = torch.randn(3, 512).bfloat16()
     exact = torch.from_numpy(weight.float32()).T
     error = (linear.rows(x).float() - x.float() @ exact).abs()

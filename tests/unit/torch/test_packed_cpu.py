@@ -106,7 +106,7 @@ def linear_of(
     sizes = [part.shape[0] for part in parts]
     linear = PackedCpuLinear("test", INPUTS, sizes, Workspace(torch.float32, CPU), kernels)
     for index, part in enumerate(parts):
-        linear.fill_packed(index, part)
+        linear.fill(index, part)
     for index, bias in enumerate(biases):
         if bias is not None:
             linear.fill_bias(index, bias)
@@ -194,7 +194,7 @@ def test_one_scale_for_a_row_longer_than_a_panel() -> None:
     form = PackedForm(bits=8, group=inputs, base_bits=32, offset="zero")
     weight = Packed(name="w", shape=(32, inputs), form=form, low=low, high=high, scale=scale, zero=128, order=None)
     linear = PackedCpuLinear("w", inputs, (32,), Workspace(torch.float32, CPU))
-    linear.fill_packed(0, weight)
+    linear.fill(0, weight)
     linear.finish()
     assert linear.num_bytes == resident_bytes(form, weight.shape, kind="torch-cpu", dtype="float32")
     x = torch.randn(20, inputs, generator=torch.Generator().manual_seed(0))
@@ -237,7 +237,7 @@ def test_a_part_of_floats_stands_beside_packed_parts() -> None:
     packed, floats = made("Q4_0", 24, 1), torch.randn(9, INPUTS)
     linear = PackedCpuLinear("test", INPUTS, [24, 9], Workspace(torch.float32, CPU))
     linear.fill(1, floats)
-    linear.fill_packed(0, packed)
+    linear.fill(0, packed)
     linear.fill_bias(1, torch.ones(9))
     linear.finish()
     x = torch.randn(2, INPUTS)

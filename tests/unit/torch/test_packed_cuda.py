@@ -64,10 +64,7 @@ def filled(
     biases = [torch.randn(size).to(dtype) for size in sizes]
     for index in reversed(range(len(weights))):  # files have any order
         weight = weights[index]
-        if isinstance(weight, Packed):
-            linear.fill_packed(index, weight)
-        else:
-            linear.fill(index, weight)
+        linear.fill(index, weight)
         if bias:
             linear.fill_bias(index, biases[index])
     linear.finish()

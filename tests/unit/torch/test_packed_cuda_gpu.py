@@ -65,7 +65,7 @@ def test_a_graph_gives_the_same_bits(num_rows: int, library: CudaLibrary) -> Non
         IN_FEATURES, [512, 256], [w.form for w in weights], dtype=torch.bfloat16, device=cuda(), library=library
     )
     for index, weight in enumerate(weights):
-        linear.fill_packed(index, weight)
+        linear.fill(index, weight)
     x = torch.randn(num_rows, IN_FEATURES, device=cuda(), dtype=torch.bfloat16)
     with torch.inference_mode():
         eager = linear.rows(x)

@@ -62,7 +62,7 @@ def made(how: Router, count: int) -> tuple[RouterWeights, RouterWeights]:
         random(count) if how.expert_scales else None,
     )
     linear = PackedCpuLinear("router", HIDDEN, (count,), Workspace(torch.float32, torch.device("cpu")))
-    linear.fill_repacked(0, tile_floats(weight, torch.float32))
+    linear.fill(0, tile_floats(weight, torch.float32))
     if bias is not None:
         linear.fill_bias(0, bias)
     linear.finish()

@@ -340,7 +340,7 @@ def loaded(folder: Path) -> tuple[list[list[object]], set[str]]:
         bits(weight)
         for product in products
         if isinstance(product, PackedCpuLinear)
-        for _part, weight in sorted(product._packed.items())
+        for _part, weight in sorted(product._tiled.items())
     ]
     return weights, {name for name in source.touched if "norm" not in name}
 
