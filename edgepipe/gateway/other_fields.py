@@ -169,14 +169,17 @@ REASONING: RefusedFields = {"exclude": Refused((False,))}
 RESPONSES: RefusedFields = {
     "background": Refused((False,)),
     "context_management": Refused(([],)),
+    "access_programs": Refused(),
     "conversation": Refused((), "previous_response_id"),
     "messages": Refused((), "input"),
+    "moderation": Refused(),
     "max_tokens": Refused((), "max_output_tokens"),
     "max_completion_tokens": Refused((), "max_output_tokens"),
     "n": Refused(_ONE),
     "prompt": Refused((), "instructions and input"),
     "response_format": Refused((), "text.format"),
     "stop": Refused(([], "")),
+    "stream_options": Refused(({}, {"include_obfuscation": False}, {"include_obfuscation": True})),
     "top_logprobs": Refused(_ZERO, "logprobs to /v1/chat/completions"),
     "truncation": Refused(("disabled",)),
 }
@@ -202,6 +205,7 @@ ANTHROPIC: RefusedFields = {
 TOKENIZE: RefusedFields = {name: refused for name, refused in CONVERSATION.items() if name != "add_special_tokens"}
 
 NO_EFFECT: Mapping[str, str] = {
+    "background_options": "in /v1/responses: only with background, which is refused",
     "cache_control": "the prefix cache is always on",
     "cache_prompt": "the prefix cache is always on",
     "context_management": "edgepipe refuses a prompt that is too long and never cuts it",
@@ -215,6 +219,7 @@ NO_EFFECT: Mapping[str, str] = {
     "dynatemp_exponent": "only with dynatemp_range, which is refused",
     "guided_decoding_backend": "edgepipe has one backend",
     "id_slot": "the engine assigns slots",
+    "image": "in /v1/responses: models here read text only",
     "include": "in /v1/responses: answers have the reasoning itself",
     "include_obfuscation": "in stream_options: edgepipe pads no events",
     "inference_geo": "requests stay in the cluster",

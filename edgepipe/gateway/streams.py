@@ -147,7 +147,8 @@ class EventStream(Response):
                 probe_s *= 2
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(half_closed.wait(), every_s)
+                    async with asyncio.timeout(every_s):  # Python 3.11's wait_for loses a cancellation
+                        await half_closed.wait()
             news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0
             eventless_s = eventless_s + every_s if events == self._num_events else 0.0
             may_pause = self._opened and (self._begun or not first.done())

@@ -13,12 +13,14 @@ import pytest_asyncio
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.body import CountBody, MessagesBody
 from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
+from edgepipe.gateway.protocols.responses.body import ResponsesBody
 from edgepipe.gateway.schema import (
     ChatBody,
     CompletionBody,
@@ -284,6 +286,31 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any]
         },
         ["add_generation_prompt", "continue_final_message", "chat_template", "mm_processor_kwargs"],
     ),
+    "responses": (
+        "/v1/responses",
+        {"input": "hi"},
+        ResponsesBody,
+        {
+            "model": "other",
+            "input": "ho",
+            "instructions": "be brief",
+            "previous_response_id": "resp_0",
+            "store": False,
+            "stream": True,
+            "max_output_tokens": 3,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "tools": [TOOL["function"] | {"type": "function"}],
+            "tool_choice": ({"tools": [TOOL["function"] | {"type": "function"}]}, "required"),
+            "parallel_tool_calls": ({"tools": [TOOL["function"] | {"type": "function"}]}, False),
+            "text": {"format": {"type": "json_object"}},
+            "reasoning": {"effort": "low"},
+            "service_tier": "flex",
+            "metadata": {"a": "b"},
+            "user": "me",
+        },
+        response_create_params.ResponseCreateParamsBase.__annotations__,
+    ),
     "detokenize": ("/detokenize", {"tokens": [65]}, DetokenizeBody, {"model": "other", "tokens": [66]}, []),
 }
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -315,7 +342,7 @@ async def _seen(served: Served, path: str, body: Mapping[str, Any]) -> tuple[str
     response = await served.http.post(path, json=body)
     for submit in served.engine.submits:
         submit.ClearField("request_id")
-    text = re.sub(r"(chatcmpl|cmpl|call|msg)[-_][0-9a-f]+", "ID", response.text)
+    text = re.sub(r"(chatcmpl|cmpl|call|resp|msg)[-_][0-9a-f_]+", "ID", response.text)
     return text, [str(submit) for submit in served.engine.submits], response.status_code
 
 

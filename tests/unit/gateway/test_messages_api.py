@@ -22,7 +22,7 @@ from edgepipe.gateway.schema import validate
 from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.server import Served, serving
 
-RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agents" / "claude_code.json").read_text(encoding="utf-8"))
+RECORDED = json.loads((Path(__file__).parents[2] / "data" / "clients" / "claude_code.json").read_text(encoding="utf-8"))
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
 LOOK = {"name": "look", "input_schema": {"type": "object"}}

@@ -222,7 +222,7 @@ async def test_the_log_has_one_line_of_a_kind_for_a_model(caplog: pytest.LogCapt
 
 
 async def test_large_tools_get_a_clear_answer_and_harm_nobody() -> None:
-    large = tool({"description": "x" * (256 << 10)})
+    large = tool({"description": "x" * (1 << 20)})
     deep: Any = {"type": "any"}
     for _ in range(12):
         deep = {"anyOf": [deep, {"type": "any"}]}
@@ -230,7 +230,7 @@ async def test_large_tools_get_a_clear_answer_and_harm_nobody() -> None:
     async with serving(FakeEngine()) as served:
         answer = await served.chat(tools=[GOOD, large])
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert "at most 262144" in answer.json()["error"]["message"]
+        assert "at most 1048576" in answer.json()["error"]["message"]
         assert (await served.chat(tools=[GOOD, tool(deep)])).status_code == 200
         assert (await served.chat(tools=wide)).status_code in (200, 400)
         assert (await served.chat(tools=[GOOD])).status_code == 200

@@ -213,7 +213,7 @@ SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "string", "minLength": 3, "maxLength": 2}), SCHEMA),
         (_schema({"enum": ["x" * 1000] * 100}), SCHEMA),
         (_schema({"x-guidance": 7}), SCHEMA),
-        ({"tools": TOOLS * 65}, "tools"),
+        ({"tools": TOOLS * 257}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
@@ -445,7 +445,7 @@ async def test_keywords_that_say_nothing_may_stand_everywhere(
     assert (await plan(**_one_tool(schema, strict=True))).grammar is not None
 
 
-async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
+async def test_a_strict_tool_that_is_too_hard_to_compile_is_named() -> None:
     """Another tool's mistake was found first, and then each tool by itself is tried."""
 
     async def check(grammar: GrammarSpec, owner: str) -> None:
@@ -454,9 +454,36 @@ async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
         check_grammar(grammar)
 
     bad = _named("bad", {"properties": {"a": {"pattern": "["}}})
+    hard = TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}
     with pytest.raises(HttpProblem) as caught:
-        await plan_output(choice=choose_tools([TOOLS[0], bad]), chat=HERMES, compiler=GrammarCompiler(check))
+        await plan_output(choice=choose_tools([hard, bad]), chat=HERMES, compiler=GrammarCompiler(check))
     assert (caught.value.status, caught.value.param) == (400, "tools.0.function.parameters")
+    free = await plan_output(choice=choose_tools([TOOLS[0], bad]), chat=HERMES, compiler=GrammarCompiler(check))
+    assert free.grammar is not None
+    assert {note.kind for note in free.notes} >= {"free arguments"}
+
+
+async def _too_hard(grammar: GrammarSpec, owner: str) -> None:
+    raise GrammarTooHard(JobCost(cpu_s=1.0, peak_bytes=1 << 20))
+
+
+async def test_calls_that_no_grammar_can_bind_are_read_without_it() -> None:
+    plain = await plan_output(choice=choose_tools(TOOLS), chat=HERMES, compiler=GrammarCompiler(_too_hard))
+    assert plain.grammar is None
+    assert plain.answer is not None
+    assert set(plain.answer.functions) == {"weather", "now"}
+    assert [note.kind for note in plain.notes] == ["unbound calls"]
+    wide = {"type": "object", "properties": {f"p{place}": {"enum": ["x" * 500]} for place in range(100)}}
+    large = [_named(f"tool_{place}", wide) for place in range(10)]
+    many = await plan_output(choice=choose_tools(large), chat=HERMES, compiler=GrammarCompiler(_too_hard))
+    assert many.grammar is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_a_call_that_must_be_made_needs_its_grammar(choice: Any) -> None:
+    with pytest.raises(HttpProblem) as caught:
+        await plan_output(choice=choose_tools(TOOLS, choice), chat=HERMES, compiler=GrammarCompiler(_too_hard))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_schema")
 
 
 async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) -> None:

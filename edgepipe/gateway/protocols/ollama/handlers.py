@@ -15,6 +15,7 @@ from edgepipe.gateway.completion_service import CompletionService, PreparedCompl
 from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.model_facts import ModelFacts
+from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.answering import Answering
 from edgepipe.gateway.protocols.ollama.body import OllamaBody, OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.protocols.ollama.shape import OllamaShape, line_pieces, time_text
@@ -31,6 +32,17 @@ _MOST_LEFT_S = 1e9  # a longer time means for ever
 # The version whose API this is (the first with log-probabilities); some clients refuse older servers.
 _OLLAMA_VERSION = "0.12.11"
 _FOREVER = "2200-01-01T00:00:00Z"  # end of models that stay until a user stops them: Ollama's list says "Forever"
+_EMBEDDINGS = "edgepipe computes no embeddings: embedding models fit one machine"
+_REFUSED = {
+    "/api/embed": _EMBEDDINGS,
+    "/api/embeddings": _EMBEDDINGS,
+    "/api/copy": "edgepipe copies no models: a model has the name of its source",
+    "/api/push": "edgepipe uploads no models",
+    "/api/create": "edgepipe makes no models of a Modelfile; to add a file: edgepipe models pull FILE",
+    "/api/pull": "edgepipe pulls no models over HTTP; on a machine of the cluster: edgepipe models pull NAME",
+    "/api/delete": "edgepipe removes no models over HTTP; on the machine that has it: edgepipe models rm NAME",
+}
+"""Ollama's endpoints that have no counterpart here, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +121,11 @@ class OllamaHandlers:
                 "capabilities": ["completion", "tools"] + ["thinking"] * assets.chat.reasons,
             }
         )
+
+    async def refuse(self, request: Request) -> Response:
+        """Refuse what Ollama does to its own store of models, and embeddings."""
+        path = request.url.path
+        raise HttpProblem(status=400, message=f"{path}: {_REFUSED[path]}", code="unsupported")
 
     async def version(self, request: Request) -> Response:
         """``GET /api/version``."""
@@ -215,6 +232,16 @@ def ollama_endpoints(answering: Answering) -> list[Endpoint]:
             body=OllamaGenerateBody,
             answer=fields("model", "response", "done", done="boolean"),
             streams=OllamaShape.media_type,
+        ),
+        *(
+            Endpoint(
+                method="DELETE" if path == "/api/delete" else "POST",
+                path=path,
+                handler=ollama.refuse,
+                group=group,
+                summary="Not supported: answers 400.",
+            )
+            for path in _REFUSED
         ),
         Endpoint(
             method="GET",

@@ -92,7 +92,7 @@ async def _stops(user: User, small: bool) -> None:
 
 async def _tools(user: User, small: bool) -> None:
     chars = 12_000 if small else 250_000
-    hundreds = _chat(tools=schemas.tools(300, chars=chars))
+    hundreds = _chat(tools=schemas.tools(600, chars=chars))
     most = _chat(tools=schemas.tools(128, chars=chars), tool_choice="required")
     long_text = schemas.long_string_tool(60 if small else 30_000)
     call = _chat(tools=[long_text], tool_choice="required") | {"max_tokens": 100 if small else 32_000}
@@ -224,7 +224,7 @@ HOSTILE_CASES = (
     ),
     HostileCase(name="echo", what="echo of 200,000 tokens, logprobs 4", strike=_long_echo, seconds=15.0),
     HostileCase(name="stops", what="4,096 stop strings; 64 long ones, n 8", strike=_stops, answers="200, 400 stop"),
-    HostileCase(name="tools", what="300 and 128 tools of 250 KB, long text", strike=_tools, answers="200, 400 tools"),
+    HostileCase(name="tools", what="600 and 128 tools of 250 KB, long text", strike=_tools, answers="200, 400 tools"),
     HostileCase(
         name="bodies",
         what="150 bodies of 8 MiB, the last byte held back",
