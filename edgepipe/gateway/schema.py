@@ -493,7 +493,8 @@ def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
 def _problem(exc: ValidationError) -> HttpProblem:
     first = exc.errors(include_url=False, include_input=False)[0]
     misfit = first["type"] in (_MISFIT, _UNSUPPORTED)
-    place = (*first["loc"], first.get("ctx", {})["field"]) if misfit else first["loc"]
+    field = str(first.get("ctx", {}).get("field", "")).split(".") if misfit else []
+    place = (*first["loc"], *(int(name) if name.isdecimal() else name for name in field))
     names = [str(part) for part in place if isinstance(part, int) or part.isidentifier()]
     param = ".".join(name for name in names if name not in _TYPE_NAMES)
     message = first["msg"].removeprefix("Value error, ")

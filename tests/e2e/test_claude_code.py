@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,8 @@ import pytest
 from edgepipe.errors import EdgepipeError, StageLost
 from edgepipe.gateway.programs import PROGRAMS
 from edgepipe.gateway.programs import Served as ServedModel
-from edgepipe.wire.nodes import ClusterView
 from tests.support.gateways.family_assets import FamilyAssets
-from tests.support.gateways.scripted_engine import ScriptedEngine
+from tests.support.gateways.scripted_engine import ScriptedEngine, with_context
 from tests.support.gateways.server import serving
 
 CLAUDE = shutil.which("claude")
@@ -56,11 +55,9 @@ def calls(*commands: str) -> bytes:
 async def gateway(engine: ScriptedEngine, context_length: int) -> AsyncIterator[str]:
     """The address of a gateway."""
 
-    def change(view: ClusterView) -> ClusterView:
-        served = [replace(each, engine=replace(each.engine, context_length=context_length)) for each in view.served]
-        return replace(view, served=tuple(served))
-
-    async with serving(engine, load=lambda path: FamilyAssets(TEMPLATE), change=change) as served:
+    async with serving(
+        engine, load=lambda path: FamilyAssets(TEMPLATE), change=lambda view: with_context(view, context_length)
+    ) as served:
         yield f"http://127.0.0.1:{served.port}"
 
 
@@ -123,7 +120,7 @@ async def test_a_prompt_beyond_the_context(tmp_path: Path) -> None:
     assert ended.engine.submits == []
 
 
-@pytest.mark.parametrize("broken_after", [0, 10])
+@pytest.mark.parametrize("broken_after", [0, 4])
 async def test_an_engine_that_ends_before_or_within_an_answer(tmp_path: Path, broken_after: int) -> None:
     ended = await run(tmp_path, [StageLost("stage 1 ended"), b"All done."], broken_after=broken_after)
     assert (ended.code, len(ended.engine.submits)) == (0, 2)

@@ -1,4 +1,4 @@
-"""An engine that answers each request by a script, for programs that ask several times."""
+"""An engine that gives every request another answer, in the order of a script."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ Scripted = bytes | EdgepipeError
 
 @dataclass(slots=True)
 class ScriptedEngine(FakeEngine):
-    """The first request gets the first answer, and so on; the last answer is also that of all further requests.
+    """Each request gets the next answer; after the last one, the last again. An error ends a request in mid-answer."""
 
-    An answer that is an error ends its request after ``broken_after`` tokens.
-    """
-
-    script: Sequence[Scripted] = field(default_factory=list[Scripted])
-    broken_after: int = 4
-    begun: bytes = b"This answer never ends, "
+    script: Sequence[Scripted] = ()
+    broken_after: int = 4  # tokens before an error
+    asked: int = field(default=0, init=False)
 
     async def _answer(
         self, submit: engine_pb2.Submit, have: Sequence[int], outbox: asyncio.Queue[engine_pb2.EngineEvent | None]
     ) -> None:
-        place = min(next(at for at, each in enumerate(self.submits) if each is submit), len(self.script) - 1)
-        step = self.script[place]
-        if isinstance(step, EdgepipeError):
-            self.answer, self.error, self.hold_after = self.begun, step, self.broken_after
-        else:
-            self.answer, self.error, self.hold_after = step, None, None
+        said = self.script[min(self.asked, len(self.script) - 1)]
+        self.asked += 1
+        self.error = said if isinstance(said, EdgepipeError) else None
+        self.hold_after = self.broken_after if self.error is not None else None
+        self.answer = b"Half an answer" if isinstance(said, EdgepipeError) else said
         await FakeEngine._answer(self, submit, have, outbox)
 
     def prompt(self, place: int) -> str:
