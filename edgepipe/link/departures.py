@@ -82,14 +82,11 @@ class Departures:
         express, bulk = (outbox.next() for outbox in self._outboxes)
         if bulk is not None and not self.pacing.may_send:
             bulk = None
-        if express is not None and not (
-            bulk is not None and self._bulk_is_due and self._cursors[0].parcel is not express
-        ):
-            return self._take(express, self._most_piece_bytes, now_s, bulk=False)
-        if bulk is None:
-            return None
-        self._bulk_is_due = False
-        return self._take(bulk, min(self.pacing.piece_bytes, self._most_piece_bytes), now_s, bulk=True)
+        express_has_begun = express is not None and self._cursors[False].parcel is express
+        if bulk is not None and (express is None or (self._bulk_is_due and not express_has_begun)):
+            self._bulk_is_due = False
+            return self._take(bulk, min(self.pacing.piece_bytes, self._most_piece_bytes), now_s, bulk=True)
+        return self._take(express, self._most_piece_bytes, now_s, bulk=False) if express is not None else None
 
     def _take(self, parcel: Parcel, most_bytes: int, now_s: float, *, bulk: bool) -> Piece:
         chunk, data, last = self._cursors[bulk].take(parcel, most_bytes)
