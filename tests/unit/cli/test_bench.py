@@ -41,6 +41,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_starts() -> None:
         (("--emulate", "4x toaster"), ["toaster"]),
         (("--emulate", "rtx4090", "--link", "fast"), ["fast", "1gbit,0.3ms"]),
         (("--emulate", "rtx4090", "--as-model", "qwen2.5-7b", "--policy", "fair"), ["fair", "sarathi"]),
+        (("--emulate", "rtx4090", "--as-model", "qwen2.5-7b", "--itl-goal", "100"), ["--itl-goal", "100ms or 0.3s"]),
         (("--emulate", "rtx4090", "--model", "x"), ["--emulate"]),
         (("--link", "1gbit"), ["--link", "--emulate"]),
         (("--compare", "policy=throttled,sarathi"), ["--policy", "--emulate"]),

@@ -23,7 +23,7 @@ from edgepipe.cli.views.status_view import layout_text, render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError, StageLost
 from edgepipe.gateway.problems import from_error
 from edgepipe.ids import NodeId
-from edgepipe.wire.engines import Advice, Quarantined
+from edgepipe.wire.engines import Advice, PromptSteps, Quarantined
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
 from tests.support.processes.command_line import make_engine, make_status, with_engine
 
@@ -133,6 +133,17 @@ def test_a_record_that_could_not_be_written_is_in_the_status_and_in_doctor() -> 
 def test_a_slow_link_is_named_by_its_ends() -> None:
     status = with_engine(make_status(), bottleneck="link 0-1")
     assert "Slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
+
+
+def test_the_status_says_how_prompts_are_computed_and_what_bounds_them() -> None:
+    steps = PromptSteps(in_flight=4, num_tokens=1024, ms=48.2, bound="link 0-1")
+    text = "\n".join(picture(with_engine(make_status(), prompt_steps=steps), width=120))
+    assert "Prompts: 4 x 1,024 tokens in flight, 48 ms each · bound: link 0-1 (gamer to studio)" in text
+    assert "longer than the goal" not in text
+    missed = PromptSteps(in_flight=1, num_tokens=32, ms=210.0, bound="goal", over_goal_ms=320.4)
+    text = "\n".join(picture(with_engine(make_status(), prompt_steps=missed), width=120))
+    assert "bound: the goal for chats (--itl-goal)" in text
+    assert "Each token of a chat waits 320 ms longer than the goal while a prompt is computed" in text
 
 
 def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:

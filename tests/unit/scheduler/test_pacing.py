@@ -10,8 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import ThrottledPolicy
-from edgepipe.scheduler.pacing import MIN_CHUNK_TOKENS, Chunk, Pacer, RingTimes, Waiting, most_prompt_steps
+from edgepipe.scheduler.pacing import (
+    MIN_CHUNK_TOKENS,
+    Chunk,
+    Pacer,
+    RingTimes,
+    Waiting,
+    most_prompt_steps,
+    parse_itl_goal,
+)
 from tests.support.worlds.scheduler import World, limits, spec
 
 MOST = 2048
@@ -225,3 +234,15 @@ def test_chunks_of_one_prompt_follow_each_other_and_decodes_keep_their_own_numbe
     world.run()
     world.check_outputs()
     world.assert_invariants()
+
+
+@pytest.mark.parametrize(("text", "goal_s"), [("", 0.1), ("100ms", 0.1), ("0.3s", 0.3), ("off", None), ("60s", 60.0)])
+def test_a_goal_is_a_time_or_off(text: str, goal_s: float | None) -> None:
+    assert parse_itl_goal(text) == goal_s
+
+
+@pytest.mark.parametrize("text", ["100", "-5ms", "0ms", "2min", "soon", "OFF"])
+def test_a_goal_without_a_unit_or_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigInvalid, match=r"--itl-goal cannot be") as caught:
+        parse_itl_goal(text)
+    assert "100ms" in caught.value.next_step
