@@ -55,7 +55,7 @@ def lossy_rows(
     lost = max(1, num_tokens // 2 // TOKENS_PER_LOSS) if losses is None else losses
     if long_prompts:
         return truth_rows(
-            num_tokens, config=LONG_MODELS[model], losses=lost, seed=seed, opening_tokens=_LONG_TOKENS, max_blocks=560
+            num_tokens, config=LONG_MODELS[model], losses=lost, seed=seed, opening_tokens=_LONG_TOKENS, num_gateways=2
         )
     return truth_rows(num_tokens, config=MODELS[model], losses=lost, seed=seed)
 
@@ -67,7 +67,7 @@ def truth_rows(
     losses: int = 0,
     seed: int = 2,
     opening_tokens: int = 160,
-    max_blocks: int = 280,
+    num_gateways: int = 8,
 ) -> list[Row]:
     """Blocks shared and blocks copied, half of the tokens each; three stages that take no time.
 
@@ -82,8 +82,8 @@ def truth_rows(
                     seed=seed,
                     tokens=num_tokens // 2,
                     contiguous_kv=contiguous_kv,
-                    num_gateways=8,
-                    max_blocks=max_blocks,
+                    num_gateways=num_gateways,
+                    max_blocks=280,
                     opening_tokens=opening_tokens,
                     config=config,
                     losses=losses,
