@@ -63,7 +63,7 @@ def _given_key(data_dir: Path) -> str:
 async def _own_target(admin: Admin, model: str) -> Target:
     status = await admin.status()
     own = next(member.node for member in status.members if member.self)
-    engine = _served(status, model)
+    engine = served_engine(status, model, verb="chat")
     if engine is None:
         wanted = model or _only_model(status)
         engine = await serve_with_progress(admin, serve_request(wanted))
@@ -72,14 +72,17 @@ async def _own_target(admin: Admin, model: str) -> Target:
     )
 
 
-def _served(status: ClusterStatus, model: str) -> EngineState | None:
-    """Choose the engine to use. Raises ModelUnknown when several models are served and ``model`` is empty."""
+def served_engine(status: ClusterStatus, model: str, *, verb: str) -> EngineState | None:
+    """Choose the engine to use, None if the model is not served.
+
+    Raises ModelUnknown when several models are served and ``model`` is empty; it says to name one to ``verb``.
+    """
     ready = [engine for engine in status.engines if engine.state == "ready"]
     if not model and len(ready) > 1:
         raise ModelUnknown(
             "several models are served",
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
-            next_step="name one: edgepipe chat MODEL",
+            next_step=f"name one: edgepipe {verb} MODEL",
         )
     named = {name: engine for engine in ready for name in (*engine.names, engine.model)}
     meant = meant_names(model, named) if model else [engine.model for engine in ready]

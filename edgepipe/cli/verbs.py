@@ -44,6 +44,7 @@ VERBS = {
         Verb("plan", "Show where layers would go, and the predicted speed."),
         Verb("serve", "Load a model on the nodes.", command_class="ServeCommand"),
         Verb("chat", "Talk to a model: one prompt, piped text, or a conversation.", "chat.verb"),
+        Verb("connect", "Print what a coding agent needs to use a model."),
         Verb("ps", "List the served models and their nodes."),
         Verb("stop", "Stop serving a model."),
         Verb("status", "Show nodes, memory, stages, links, downloads."),

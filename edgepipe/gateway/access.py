@@ -14,7 +14,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgepipe.gateway.origins import Origins, cors_headers, is_own, is_preflight, preflight_headers, shown
-from edgepipe.gateway.problems import HttpProblem, problem_response
+from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.error_forms import problem_response
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data

@@ -1,4 +1,4 @@
-"""Routes, the guard before them, and one JSON shape for all errors."""
+"""Routes, the guard before them, and the answers to requests that no handler answers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from edgepipe.gateway.access import AccessRules, Guard
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.endpoints import Endpoint, fields
-from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, OllamaHandlers, ShowBody
-from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.pieced import PiecedAnswers
-from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
+from edgepipe.gateway.problems import HttpProblem, from_error
+from edgepipe.gateway.protocols.answering import Answering
+from edgepipe.gateway.protocols.error_forms import problem_response
+from edgepipe.gateway.protocols.ollama.handlers import ollama_endpoints
+from edgepipe.gateway.protocols.openai.handlers import openai_endpoints
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.request_share import RequestShare
-from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from edgepipe.gateway.schema import DetokenizeBody, TokenizeBody
 from edgepipe.gateway.shares import Shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.tokenizing import TokenHandlers
 
 logger = logging.getLogger(__name__)
 
-_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
-_ANSWER = fields(
-    "id", "object", "created", "model", "choices", "usage", id="string", created="integer", choices="array"
-)
 _LIST = fields("object", "data", object="string", data="array")
 _CARD = fields("id", "object", "created", "owned_by", id="string", created="integer")
 
@@ -57,8 +55,8 @@ def make_app(
     requests  shares of the connections with a request in progress
     memory    shares of the memory of bodies and requests
     """
-    handlers = OpenAIHandlers(service=service, bodies=bodies, answers=answers)
-    endpoints = _endpoints(handlers, status_handlers)
+    answering = Answering(service=service, bodies=bodies, answers=answers)
+    endpoints = _endpoints(answering, status_handlers)
     document = make_document(endpoints)
     text = json.dumps(document)
 
@@ -90,38 +88,24 @@ def make_app(
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 
 
-def _endpoints(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
+def _endpoints(answering: Answering, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
     tokens = TokenHandlers(
-        models=handlers.service.models,
-        bodies=handlers.bodies,
-        answers=handlers.answers,
-        threads=handlers.service.threads,
+        models=answering.service.models,
+        bodies=answering.bodies,
+        answers=answering.answers,
+        threads=answering.service.threads,
     )
-    return [*_openai(handlers, status_handlers), *_status(status_handlers), *_tokens(tokens), *_ollama(handlers)]
-
-
-def _openai(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> list[Endpoint]:
     return [
-        Endpoint(
-            method="POST",
-            path="/v1/chat/completions",
-            handler=handlers.chat,
-            group="OpenAI",
-            summary="Continue a conversation.",
-            body=ChatBody,
-            answer=_ANSWER,
-            streams=_EVENTS,
-        ),
-        Endpoint(
-            method="POST",
-            path="/v1/completions",
-            handler=handlers.complete,
-            group="OpenAI",
-            summary="Continue prompts.",
-            body=CompletionBody,
-            answer=_ANSWER,
-            streams=_EVENTS,
-        ),
+        *openai_endpoints(answering),
+        *_models(status_handlers),
+        *_status(status_handlers),
+        *_tokens(tokens),
+        *ollama_endpoints(answering),
+    ]
+
+
+def _models(status_handlers: StatusHandlers) -> list[Endpoint]:
+    return [
         Endpoint(
             method="GET",
             path="/v1/models",
@@ -211,75 +195,6 @@ def _tokens(tokens: TokenHandlers) -> list[Endpoint]:
             summary="Show special tokens and the chat template.",
             answer=fields("model", model="string"),
             query=("model",),
-        ),
-    ]
-
-
-def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
-    group = "Ollama"
-    ollama = OllamaHandlers(service=handlers.service, handlers=handlers)
-    models = fields("models", models="array")
-    return [
-        Endpoint(
-            method="POST",
-            path="/api/chat",
-            handler=ollama.chat,
-            group=group,
-            summary="Continue a conversation.",
-            body=OllamaChatBody,
-            answer=fields("model", "message", "done", done="boolean"),
-            streams=_LINES,
-        ),
-        Endpoint(
-            method="POST",
-            path="/api/generate",
-            handler=ollama.generate,
-            group=group,
-            summary="Answer a prompt.",
-            body=OllamaGenerateBody,
-            answer=fields("model", "response", "done", done="boolean"),
-            streams=_LINES,
-        ),
-        Endpoint(
-            method="GET",
-            path="/api/tags",
-            handler=ollama.tags,
-            group=group,
-            summary="List the served models.",
-            answer=models,
-        ),
-        Endpoint(
-            method="GET",
-            path="/api/ps",
-            handler=ollama.ps,
-            group=group,
-            summary="List the loaded models.",
-            answer=models,
-        ),
-        Endpoint(
-            method="POST",
-            path="/api/show",
-            handler=ollama.show,
-            group=group,
-            summary="Show a model's details.",
-            body=ShowBody,
-            answer=fields("details", "model_info", "capabilities", details="object", capabilities="array"),
-        ),
-        Endpoint(
-            method="GET",
-            path="/api/version",
-            handler=ollama.version,
-            group=group,
-            summary="Show the version of Ollama whose API this is.",
-            answer=fields("version", version="string"),
-        ),
-        Endpoint(
-            method="GET",
-            path="/",
-            handler=ollama.root,
-            group=group,
-            summary="Report that this gateway runs.",
-            media_type="text/plain",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Errors of requests in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of requests. ``protocols/error_forms.py`` has the forms of other APIs than OpenAI's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from starlette.responses import JSONResponse
 
 from edgepipe.errors import EdgepipeError
 
@@ -28,7 +26,7 @@ class HttpProblem(Exception):
     error: EdgepipeError | None = None
 
     def body(self) -> dict[str, Any]:
-        """Build the JSON body that OpenAI's clients understand."""
+        """Build the body in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         fields: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         if self.error is not None:
@@ -38,19 +36,6 @@ class HttpProblem(Exception):
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"
-
-
-def problem_response(problem: HttpProblem, *, path: str) -> JSONResponse:
-    """Build the response of a problem in OpenAI's shape, or under ``/api/`` in Ollama's, which has a message only."""
-    body = {"error": _one_line(problem)} if path.startswith("/api/") else problem.body()
-    return JSONResponse(body, status_code=problem.status, headers=dict(problem.headers))
-
-
-def _one_line(problem: HttpProblem) -> str:
-    """Add the name of the invalid field to the message: Ollama's errors have no field for it."""
-    param = problem.param or ""
-    name = "format" if param.startswith("response_format") else param
-    return problem.message if name in problem.message else f"{name}: {problem.message}"
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> HttpProblem:

@@ -7,7 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.access import OPEN_PATHS
-from edgepipe.gateway.problems import from_error, problem_response
+from edgepipe.gateway.problems import from_error
+from edgepipe.gateway.protocols.error_forms import problem_response
 from edgepipe.gateway.shares import Holding, Shares
 
 

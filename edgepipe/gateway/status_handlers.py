@@ -16,7 +16,7 @@ from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.responses import model_card
+from edgepipe.gateway.protocols.openai.shape import model_card
 from edgepipe.gateway.sampling_choice import with_unsaid
 
 

@@ -33,6 +33,7 @@ class StreamTimeouts:
     hold_s: float = 1.0  # wait for the first token: an error until then has an HTTP status, a later error is an event
     recovering_s: float = 2.0  # pause between comments while a model recovers
     heartbeat_s: float = 15.0  # proxies close streams after 30 to 60 s of silence
+    pause_s: float = 10.0  # some clients end a stream after minutes without an event, whatever comments arrive
     send_s: float = 30.0  # a client that reads no byte for so long counts as gone
 
 
@@ -52,6 +53,7 @@ class EventStream(Response):
         timeouts: StreamTimeouts,
         turns: Turns,
         news: Callable[[], News] = News,
+        pause: Callable[[], bytes] = bytes,
         media_type: str = "text/event-stream",
     ) -> None:
         """
@@ -60,6 +62,7 @@ class EventStream(Response):
         on_error  the event that ends a stream after an error
         place     context that the stream holds until its end
         news      called repeatedly: the text of comments while the model recovers, and once when it continues
+        pause     called after ``pause_s`` without an event: an event for clients that do not count comments, or empty
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
@@ -70,9 +73,13 @@ class EventStream(Response):
         self._timeouts = timeouts
         self._turns = turns
         self._news = news
+        self._pause = pause
         self._heartbeat = b": still working\n\n" if media_type == "text/event-stream" else b""
         self._sent = 0
+        self._num_events = 0  # sent parts of events, without comments
         self._in_event = False  # a comment would break the event
+        self._opened = False  # the whole opening is sent
+        self._begun = False  # the first event is sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end or the client leaves. Raises an error that occurs before the first byte."""
@@ -97,19 +104,25 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_parts(self, send: Send, first: asyncio.Future[bytes], half_closed: asyncio.Event) -> None:
-        beating = asyncio.create_task(self._beat(send, half_closed), name="heartbeat")
+        beating = asyncio.create_task(self._beat(send, half_closed, first), name="heartbeat")
         try:
             for part in self._opening:
-                await self._send(send, part)
+                await self._send_event(send, part)
                 if self._in_event:
                     await self._turns.take()
-            await self._send(send, await first)
+            self._opened = True
+            await self._send_event(send, await first)
+            self._begun = True
             async for part in self._events:
-                await self._send(send, part)
+                await self._send_event(send, part)
         except EdgepipeError as exc:
-            await self._send(send, self._on_error(exc))
+            await self._send_event(send, self._on_error(exc))
         finally:
             beating.cancel()
+
+    async def _send_event(self, send: Send, part: bytes) -> None:
+        self._num_events += 1
+        await self._send(send, part)
 
     async def _send(self, send: Send, part: bytes) -> None:
         self._sent += 1
@@ -120,9 +133,13 @@ class EventStream(Response):
         await send_part(send, part, timeouts=self._timeouts)
         self._in_event = not ends
 
-    async def _beat(self, send: Send, half_closed: asyncio.Event) -> None:
-        """Send comments while no other part was sent for a while, and sooner to a client that may have left."""
+    async def _beat(self, send: Send, half_closed: asyncio.Event, first: asyncio.Future[bytes]) -> None:
+        """Send comments while no other part was sent for a while, and sooner to a client that may have left.
+
+        The event of a pause comes after the opening, and before no event that has been made: events are numbered.
+        """
         sent, silent_s, recovering, reading = self._sent, 0.0, False, ""
+        events, eventless_s = self._num_events, 0.0
         every_s, probe_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s), _PROBE_S
         while self._heartbeat:
             if half_closed.is_set():
@@ -132,9 +149,13 @@ class EventStream(Response):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(half_closed.wait(), every_s)
             news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0
+            eventless_s = eventless_s + every_s if events == self._num_events else 0.0
+            may_pause = self._opened and (self._begun or not first.done())
             comment = b""
             if self._in_event:
                 pass
+            elif eventless_s >= self._timeouts.pause_s and may_pause and (event := self._pause()):
+                comment, eventless_s = event, 0.0
             elif news.recovering:
                 comment = _comment(f"recovering: {news.text}" if news.text else "recovering")
             elif recovering and news.text:
@@ -148,7 +169,7 @@ class EventStream(Response):
                 await self._send(send, comment)
             except _Stalled:
                 return  # the sender of parts notices, too
-            sent = self._sent
+            sent, events = self._sent, self._num_events
 
 
 def _comment(text: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgepipe.text.conversations.efforts import keywords_of
 from edgepipe.text.conversations.fitting import Wording, fit
-from edgepipe.text.conversations.learning import Ask, Rendering, is_miswritten, missing
+from edgepipe.text.conversations.learning import Ask, Rendering, is_hoisted, is_miswritten, missing
 from edgepipe.text.conversations.probes import PROBES, TOOL, ProbeConversation
 from edgepipe.text.conversations.traits import CHOICES, ModelTraits, TemplateTraits
 
@@ -87,6 +87,8 @@ def _fault(probe: ProbeConversation, text: str, repaired: str) -> str:
         return f"left out {', '.join(left_out)}"
     if text.count("None") > repaired.count("None"):
         return "wrote None for a missing text"
+    if is_hoisted(probe, text):
+        return "moved a later system turn to the front"
     return "arguments are miswritten" if is_miswritten(probe, text) else ""
 
 

@@ -41,7 +41,7 @@ def fit(turns: Sequence[Turn], *, tools: Tools, traits: TemplateTraits, wording:
     fitted = _with_filled(turns)
     if traits.empty_answers == "dropped":
         fitted = roles.without_empty_answers(fitted)
-    fitted = _with_calls(calls.results_in_order(_with_systems(fitted, traits)), traits, wording)
+    fitted = _with_calls(_with_systems(fitted, traits), traits, wording)
     by_keyword: Tools = ()
     if tools and traits.tools == "keyword":
         by_keyword = tools
@@ -106,8 +106,9 @@ def _renamed(turn: Turn, name: str) -> Turn:
 def _with_systems(turns: list[Turn], traits: TemplateTraits) -> list[Turn]:
     if traits.developer == "system":
         turns = roles.developers_as_systems(turns)
-    if traits.late_system == "first":
-        turns = roles.systems_first(turns)
+    turns = calls.results_in_order(roles.systems_after_results(turns))
+    if traits.late_system == "tagged":
+        turns = roles.late_systems_tagged(turns)
     return roles.one_system(turns) if traits.systems == "joined" else turns
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from edgepipe.text.conversations.calls import calls_of
 from edgepipe.text.conversations.fitting import Tools, Wording, fit
 from edgepipe.text.conversations.probes import LEVELS, PROBES, REASONING, TOOL, ProbeConversation
-from edgepipe.text.conversations.roles import Turn
+from edgepipe.text.conversations.roles import SYSTEM_ROLES, Turn, num_systems
 from edgepipe.text.conversations.traits import CHOICES, TemplateTraits
 
 
@@ -141,6 +141,8 @@ class _Trials:
         probe = replace(probe, tools=self.shows_tools)
         if rendering.refused or missing(probe, rendering.text) or is_miswritten(probe, rendering.text):
             return False
+        if is_hoisted(probe, rendering.text):
+            return False
         nones = rendering.text.count("None")
         return not nones or nones <= (yield from self._plain_nones(traits))
 
@@ -162,6 +164,19 @@ def missing(probe: ProbeConversation, text: str) -> list[str]:
 def is_miswritten(probe: ProbeConversation, text: str) -> bool:
     """Return whether arguments are Python's form of an object, or JSON within JSON."""
     return not probe.odd and ("{'at'" in text or '{\\"at\\"' in text)
+
+
+def is_hoisted(probe: ProbeConversation, text: str) -> bool:
+    """Return whether a rendering has a later turn of the system before the turn that it follows.
+
+    With every such turn, the prompt's beginning would change, and nothing of it would stay in the prefix cache.
+    """
+    count = num_systems(probe.turns)
+    pairs = zip(probe.turns[max(0, count - 1) :], probe.turns[max(1, count) :], strict=False)
+    return any(
+        later["role"] in SYSTEM_ROLES and 0 <= text.find(later["content"]) < text.find(earlier["content"] or "")
+        for earlier, later in pairs
+    )
 
 
 def _learn_roles(trials: _Trials, traits: TemplateTraits) -> Generator[Ask, Rendering, TemplateTraits]:

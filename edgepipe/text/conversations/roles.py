@@ -23,9 +23,46 @@ def developers_as_systems(turns: Sequence[Turn]) -> list[Turn]:
     return [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns]
 
 
-def systems_first(turns: Sequence[Turn]) -> list[Turn]:
-    """Move turns of the system to the beginning."""
-    return sorted(turns, key=lambda turn: turn["role"] not in SYSTEM_ROLES)
+def systems_after_results(turns: Sequence[Turn]) -> list[Turn]:
+    """Move turns of the system that are between calls and their results behind these results."""
+    kept: list[Turn] = []
+    held: list[Turn] = []  # turns of the system since the last calls, which results may still follow
+    in_calls = False
+    for turn in turns:
+        if turn["role"] in SYSTEM_ROLES and in_calls:
+            held.append(turn)
+            continue
+        if turn["role"] != "tool":
+            kept += held
+            held, in_calls = [], bool(turn.get("tool_calls"))
+        kept.append(turn)
+    return kept + held
+
+
+def late_systems_tagged(turns: Sequence[Turn]) -> list[Turn]:
+    """Write the system's turns behind other turns as text in tags, so that what is before them stays the same.
+
+    The text is at the end of the user's or tool's turn before it. After an assistant's turn, it is at the start of the
+    user's turn behind it, or a turn of the user of its own if another turn follows.
+    """
+    count = num_systems(turns)
+    kept = list(turns[:count])
+    held: list[str] = []  # texts after an assistant's turn
+    for turn in turns[count:]:
+        if turn["role"] in SYSTEM_ROLES:
+            text = f"<system>\n{turn['content']}\n</system>" if turn["content"] else ""
+            if held or kept[-1]["role"] == "assistant":
+                held += [text] if text else []
+            else:
+                kept[-1] = kept[-1] | {"content": joined(kept[-1]["content"], text)}
+            continue
+        if held and turn["role"] == "user":
+            turn = turn | {"content": joined(*held, turn["content"])}
+        elif held:
+            kept.append({"role": "user", "content": joined(*held)})
+        held = []
+        kept.append(turn)
+    return [*kept, {"role": "user", "content": joined(*held)}] if held else kept
 
 
 def num_systems(turns: Sequence[Turn]) -> int:

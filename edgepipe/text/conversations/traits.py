@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
-TRAITS_VERSION = 1
+TRAITS_VERSION = 2
 """Stored traits of another version are learned again. Raise it with every change of probes, choices or learning."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -14,7 +14,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "system": ("kept", "user"),
     "developer": ("kept", "system"),
     "systems": ("kept", "joined"),
-    "late_system": ("kept", "first"),
+    "late_system": ("kept", "tagged"),
     "users": ("kept", "joined"),
     "assistants": ("kept", "joined"),
     "empty_answers": ("kept", "dropped"),
@@ -44,7 +44,7 @@ class TemplateTraits:
     system: str = "kept"  # the system's turn: kept, or put into the first user's turn
     developer: str = "kept"  # the developer's turn: kept, or given the role ``system``
     systems: str = "kept"  # several system turns at the beginning: kept, or joined
-    late_system: str = "kept"  # a system turn after other turns: kept, or joined to those at the beginning
+    late_system: str = "kept"  # a system turn after other turns: kept, or text in tags within the turn beside it
     users: str = "kept"  # several turns of the user in a row: kept, or joined
     assistants: str = "kept"  # several turns of the assistant in a row: kept, or joined
     empty_answers: str = "kept"  # turns of the assistant with neither text nor calls: kept, or dropped
@@ -106,7 +106,7 @@ CAREFUL = TemplateTraits(
     system="user",
     developer="system",
     systems="joined",
-    late_system="first",
+    late_system="tagged",
     users="joined",
     assistants="joined",
     greeting="after user",

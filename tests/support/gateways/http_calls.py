@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pydantic import BaseModel
 
-from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options
+from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options
 from edgepipe.gateway.schema import ChatBody, CompletionBody
 from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from edgepipe.gateway.completion_service import _scored_limit  # pyright: ignore[reportPrivateUsage]
-from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.schema import JSON_SIZE, ChatBody, CompletionBody, DetokenizeBody, StrictBody, TokenizeBody
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.params import MAX_COUNT

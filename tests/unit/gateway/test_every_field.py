@@ -14,9 +14,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.schema import (
     ChatBody,
     CompletionBody,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from edgepipe.gateway.ollama_handlers import Turn
+from edgepipe.gateway.protocols.ollama.body import Turn
 from tests.support.gateways.fake_engine import CONTEXT, FakeEngine
 from tests.support.gateways.server import Served, serving
 

@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.misspelt import misspelt
-from edgepipe.gateway.ollama_handlers import OllamaChatBody
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.ollama.body import OllamaChatBody
 from edgepipe.gateway.schema import ChatBody, CompletionBody, validate
 from edgepipe.sampling.thought_budget import split_budget
 from tests.support.gateways.fake_engine import ByteAssets, FakeEngine

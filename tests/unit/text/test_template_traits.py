@@ -32,10 +32,10 @@ LINES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (NEEDS_USER, {"no_user": "empty user", "late_system": "first", "systems": "joined", "tools": "keyword"}),
+        (NEEDS_USER, {"no_user": "empty user", "late_system": "tagged", "systems": "joined", "tools": "keyword"}),
         (NEEDS_USER, {"efforts": ("low", "medium", "xhigh"), "strict_efforts": True, "developer": "system"}),
         (ONE_CALL, {"calls": "one each", "call_text": "own turn", "call_content": "kept", "tools": "keyword"}),
-        (ALTERNATES, {"system": "user", "users": "joined", "assistants": "joined", "late_system": "first"}),
+        (ALTERNATES, {"system": "user", "users": "joined", "assistants": "joined", "late_system": "tagged"}),
         (ALTERNATES, {"tools": "text", "calls": "text", "results": "user"}),
         (NULL_CONTENT, {"call_content": "null", "arguments": "text", "call_text": "own turn", "tools": "text"}),
         (SHORT_IDS, {"ids": "short", "after_calls": "empty answer", "call_text": "text", "calls": "kept"}),

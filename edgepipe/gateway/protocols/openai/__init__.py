@@ -1,0 +1,1 @@
+"""OpenAI's chat completions and completions, whose bodies (``gateway/schema.py``) are the common form of all."""
