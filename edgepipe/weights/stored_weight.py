@@ -33,7 +33,7 @@ class StoredWeight:
     def __init__(self, source: WeightSource, info: WeightInfo, tensor: TensorInfo | None) -> None:
         """``info``: without its form for a weight that becomes floats.
 
-        ``tensor``: the one with the weight's name and values, all rows in order and unchanged; None: there is none.
+        ``tensor``: the one with the weight's name and values, all rows in order and unchanged, if there is one.
         """
         self.info = info
         self.blocks = tensor if tensor is not None and tensor.scheme == info.scheme else None  # see ``read_range``

@@ -23,6 +23,7 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_file import JoinedGguf, gguf_names, open_gguf
+from edgepipe.weights.stored_weight import stored_weights
 from edgepipe.weights.weights import open_weights
 from tests.support.models.quantised_folders import write_folder
 from tests.support.models.quantised_weights import RECIPES, Tensor
@@ -255,6 +256,15 @@ def test_quantised_qwen3_5_with_pictures_is_read_in_every_format(recipe: str, na
     }
     small = {"in_proj_a.weight", "in_proj_b.weight", "conv1d.weight"}
     assert floats == small | {"dt_bias", "A_log", "norm.weight"}
+
+
+@pytest.mark.parametrize("family", ["qwen35", "qwen3next"])
+def test_weights_of_a_file_that_become_floats_have_the_same_values(tmp_path: Path, family: str) -> None:
+    """Decays, whose stored values are not the weight's, and rows in another order, too."""
+    source = open_weights(write_recurrent_gguf(tmp_path / "m.gguf", family))
+    for weight in stored_weights(source, whole(source.config)):
+        floats = weight.without_form().floats
+        np.testing.assert_array_equal(floats, as_float32(source.load(weight.info.name)), err_msg=weight.info.name)
 
 
 def test_decays_that_are_not_below_zero_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
