@@ -61,9 +61,11 @@ async def gateway(engine: ScriptedEngine, context_length: int) -> AsyncIterator[
         yield f"http://127.0.0.1:{served.port}"
 
 
-async def run(folder: Path, script: Sequence[bytes | EdgepipeError], *, context: int = 400_000, **more: int) -> Run:
+async def run(
+    folder: Path, script: Sequence[bytes | EdgepipeError], *, context: int = 400_000, broken_after: int = 4
+) -> Run:
     """What the program makes of a prompt, with the settings that ``edgepipe connect claude`` prints."""
-    engine = ScriptedEngine(script=script, group=64, **more)
+    engine = ScriptedEngine(script=script, group=64, broken_after=broken_after)
     async with gateway(engine, context) as url:
         settings = PROGRAMS["claude"](ServedModel(base_url=url, model="tiny", context_length=context))
         quiet = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER")

@@ -309,7 +309,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any]
             "metadata": {"a": "b"},
             "user": "me",
         },
-        response_create_params.ResponseCreateParamsBase.__annotations__,
+        [*response_create_params.ResponseCreateParamsBase.__annotations__],
     ),
     "detokenize": ("/detokenize", {"tokens": [65]}, DetokenizeBody, {"model": "other", "tokens": [66]}, []),
 }
