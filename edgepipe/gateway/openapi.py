@@ -30,6 +30,12 @@ _ERROR = {
                     },
                 },
                 {"type": "string", "description": "Under /api/, for Ollama's clients."},
+                {
+                    "type": "object",
+                    "required": ["message", "type"],
+                    "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+                    "description": "Under /v1/messages, for Anthropic's clients.",
+                },
             ]
         }
     },

@@ -36,7 +36,7 @@ class ThinkingAssets(ByteAssets):
 
 
 def _client(served: Served, **more: Any) -> anthropic.AsyncAnthropic:
-    options = {"auth_token": KEY} | more
+    options: dict[str, Any] = {"auth_token": KEY} | more
     return anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{served.port}", max_retries=0, **options)
 
 
