@@ -165,8 +165,9 @@ async def test_an_answer_can_be_stopped_and_the_engine_stops_too(browser: Any) -
         await page.wait_for_selector("#model option:has-text('tiny')", state="attached")
         await page.fill("textarea[aria-label=Message]", "hi")
         await page.keyboard.press("Enter")
+        await page.wait_for_selector(".message.assistant:has-text('The c')")
         await page.click("button:has-text('Stop')")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await engine.cancelled.wait()
         await page.wait_for_selector("button:has-text('Regenerate'), button:has-text('Try again')")
         assert problems == []
