@@ -134,7 +134,7 @@ async def ring_rows() -> list[Row]:
     async with emulated_cluster(cluster) as admin:
         status = await admin.status()
         port = next(member.node.http_port for member in status.members if member.self)
-        await serve_model(admin, ServeRequest(model=MODEL, num_nodes=2, options=ServeSpec(model=MODEL)))
+        await serve_model(admin, ServeRequest(options=ServeSpec(model=MODEL, num_nodes=2)))
         firsts: list[float] = []
         seconds: list[float] = []
         cached: list[int] = []

@@ -46,7 +46,7 @@ _EQUAL_ENDS = 0.01  # the same of a prompt's last moment, if no sequence decodes
 _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a quarter of one
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
-_EQUAL = 0.03  # forecasts within this share are equal
+_EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smaller step is kinder to chats
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
