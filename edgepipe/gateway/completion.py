@@ -93,8 +93,9 @@ class _Track:
 
     @property
     def unread(self) -> bool:
-        """Whether the log has tokens that the text lacks."""
-        return self.text.num_tokens < self.generation.log.num_tokens(self.choice)
+        """Whether the log has tokens that the text lacks, or the request has failed: its error follows its tokens."""
+        has_tokens = self.text.num_tokens < self.generation.log.num_tokens(self.choice)
+        return has_tokens or (self.generation.failure is not None and not self.text.finished)
 
 
 async def run_completion(

@@ -229,6 +229,13 @@ async def test_an_engine_that_is_lost_within_an_answer() -> None:
         assert "completed" not in kinds(events)
 
 
+async def test_no_stream_waits_for_more_after_an_error_that_came_with_its_last_tokens() -> None:
+    """Tokens and the error may both be there before the reader looks, as in the first request of a gateway."""
+    for _ in range(8):
+        async with serving(FakeEngine(error=StageLost("stage 1 ended"), hold_after=5)) as served, asyncio.timeout(20):
+            assert (await streamed(served))[-1]["type"] == "response.failed"
+
+
 async def test_a_long_pause_has_events() -> None:
     engine = FakeEngine(hold_after=0)
     timeouts = StreamTimeouts(hold_s=0.01, recovering_s=0.02, pause_s=0.02)
