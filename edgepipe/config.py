@@ -73,6 +73,8 @@ class Config:
     data_dir: Path = Path()  # identity, socket, logs
     models_dir: Path = Path()  # model store; empty: DATA_DIR/models
     copies: int = 2  # disks that keep each part of a model served by this node's engines; 1: only disks that need it
+    files_limit_bytes: int = 20_000_000_000  # disk for files of batches: requests and answers
+    files_days: int = 30  # days until such a file is deleted
     memory_limit_bytes: int = 0  # memory limit of this node's stages; 0: all free memory
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
     backend_options: tuple[str, ...] = ()  # backend-specific settings as KEY=VALUE
@@ -212,6 +214,20 @@ def child_environment(*, environ: Mapping[str, str] | None = None, threads: int)
     return _MLX | kept
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with these variables set."""
+    return {**os.environ, **variables}
+
+
+def names_hub_settings(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the environment has settings of the Hugging Face Hub: a token, or another address.
+
+    Or another folder of models. Other processes, such as the node, do not have them.
+    """
+    variables = os.environ if environ is None else environ
+    return any(key.startswith("HF_") for key in variables) or f"{ENV_PREFIX}MODELS_DIR" in variables
+
+
 def asking_user(environ: Mapping[str, str] | None = None) -> str:
     """Return the user who ran ``sudo``; empty without ``sudo``."""
     return (os.environ if environ is None else environ).get("SUDO_USER", "")
@@ -258,7 +274,7 @@ def _from_environ(variables: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 def _known(key: str, origin: str) -> str:
     name = key.replace("-", "_")
-    name = "memory_limit_bytes" if name == "memory_limit" else name
+    name = {"memory_limit": "memory_limit_bytes", "files_limit": "files_limit_bytes"}.get(name, name)
     if name not in _PARSERS:
         close = difflib.get_close_matches(name, _PARSERS, n=1)
         raise ConfigInvalid(
@@ -440,6 +456,8 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "data_dir": _path,
     "models_dir": _path,
     "copies": _number(1, 16),
+    "files_limit_bytes": _bytes,
+    "files_days": _number(1, 3650),
     "memory_limit_bytes": _bytes,
     "threads": _number(0, 1024),
     "backend_options": _pairs,

@@ -18,6 +18,7 @@
     ├─ CapacityError                   exit 1, HTTP 503
     │  ├─ QueueFull                    exit 1, HTTP 429
     │  ├─ KVCacheFull                  exit 1, HTTP 503
+    │  ├─ DiskFull                     exit 1, HTTP 507
     │  └─ NoFeasiblePlacement          exit 6, HTTP 503
     ├─ LinkError                       exit 3, HTTP 503
     │  ├─ ConnectTimeout               exit 3, HTTP 503
@@ -245,6 +246,13 @@ class KVCacheFull(CapacityError):
     """The KV cache has no free block."""
 
     code = "kv_cache_full"
+
+
+class DiskFull(CapacityError):
+    """The disk has no room."""
+
+    code = "disk_full"
+    http_status = 507
 
 
 class NoFeasiblePlacement(CapacityError):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from figures import Row, below, print_rows
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import connect
 from edgepipe.cluster.founding import found_local_cluster
+from edgepipe.link.admin_client import Admin
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.network.lan import LanHost, LanLab, lan_available
 

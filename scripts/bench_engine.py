@@ -94,7 +94,7 @@ def host_s() -> float:
     async def asked() -> float:
         run = emulated_run(decode(RING, link="ideal", sequences=1, micro_batches="4"), "what hosts add")
         async with emulated_cluster(run.cluster) as admin:
-            links = await admin.measure_links()
+            links = (await admin.measure_links()).links
             return statistics.median(one.one_way_s for one in links if one.sender == one.receiver)
 
     return asyncio.run(asked())

@@ -5,6 +5,7 @@ Run as ``scripts/bench foundation``. Parts can be named to run alone: ``backend 
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -27,8 +28,8 @@ OTHER_LIMIT_MB = 250.0
 
 
 def stored_demo() -> StoredModel:
-    """The demo model, fetched on the first run."""
-    store = ModelStore(Path.home() / ".cache" / "edgepipe-bench")
+    """The demo model: of EP_TEST_MODELS, else fetched on the first run."""
+    store = ModelStore(Path(os.environ.get("EP_TEST_MODELS") or Path.home() / ".cache" / "edgepipe-bench"))
     try:
         return store.resolve("demo")
     except EdgepipeError:
@@ -44,12 +45,16 @@ def stage_rows(model: StoredModel) -> list[Row]:
         running_nodes(1, models_dir=models_dir, threads=1) as one,
         running_nodes(2, models_dir=models_dir, threads=1) as two,
     ):
-        one[0].edgepipe("serve", "demo", "--micro-batches", "1", "--context", "1024")
-        two[0].edgepipe("serve", "demo", "--plan", HALVES, "--micro-batches", "1", "--context", "1024")
+        one[0].edgepipe("serve", "demo", "--micro-batches", "1", "--context", "1024", "--draft", "off")
+        two[0].edgepipe(
+            "serve", "demo", "--plan", HALVES, "--micro-batches", "1", "--context", "1024", "--draft", "off"
+        )
         alone_ms, one_gap, two_gap = _latencies(one[0], two[0])
         one_rate = statistics.median(_rate(one[0], 16) for _ in range(ROUNDS))
         two[0].edgepipe("stop", "demo")
-        two[0].edgepipe("serve", "demo", "--plan", HALVES, "--micro-batches", "2", "--context", "1024")
+        two[0].edgepipe(
+            "serve", "demo", "--plan", HALVES, "--micro-batches", "2", "--context", "1024", "--draft", "off"
+        )
         two_rate = statistics.median(_rate(two[0], 16) for _ in range(ROUNDS))
     allowed = 8 / (max(alone_ms) / 1e3)
     times = " and ".join(f"{ms:.1f}" for ms in alone_ms)
@@ -86,7 +91,7 @@ def memory_rows(model: StoredModel) -> list[Row]:
     slices = make_slices([LayerRange(0, 15), LayerRange(15, 30)], model.config.num_layers)
     rows: list[Row] = []
     with running_nodes(2, models_dir=model.path.parent, threads=1) as nodes:
-        nodes[0].edgepipe("serve", "demo", "--plan", HALVES, "--context", "1024")
+        nodes[0].edgepipe("serve", "demo", "--plan", HALVES, "--context", "1024", "--draft", "off")
         complete(nodes[0], PROMPTS[:8], max_tokens=16)
         (engine,) = nodes[0].status()["engines"]
         for index, node in enumerate(nodes):

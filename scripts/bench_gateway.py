@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 from figures import Row, below, print_rows
 
-from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.client import BenchClient, connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
+from edgepipe.link.admin_client import Admin
 from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello

@@ -27,6 +27,7 @@ import uvloop
 from edgepipe_emulated import EmulatedWeights, emulated_model_config
 from figures import Row, print_rows
 
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.types import (
     DEFAULT_SETTINGS,
     Activations,
@@ -187,6 +188,7 @@ class _NullBackend:
     block_sizes: tuple[int, ...] = (16,)
     max_submitted = 1
     picks_candidates = False
+    draft_model: DraftModel | None = None
 
     def __init__(self, hidden_size: int) -> None:
         self._activations: Activations = np.zeros((TOKENS, hidden_size), np.uint16)
@@ -215,7 +217,13 @@ class _NullBackend:
         return 0
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         pass
 
@@ -308,7 +316,7 @@ def _plan(driver: Driver, step: int) -> StepPlan:
         epoch=driver.epoch,
         step=StepId(step),
         last_slice=driver.last_slice,
-        rows=tuple(PlanRow(SequenceId(row), 0, 1, True, (BlockRun(row, 1),) if first else ()) for row in range(TOKENS)),
+        rows=tuple(PlanRow(SequenceId(row), 0, 1, 1, (BlockRun(row, 1),) if first else ()) for row in range(TOKENS)),
         token_ids=tuple(range(TOKENS)),
         registers=tuple(SequenceId(row) for row in range(TOKENS)) if first else (),
     )

@@ -4,10 +4,13 @@
 
 ``--help`` lists the parts. They measure the demo model. ``--full``: every type and mix.
 llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
+``instructions`` describes the CUDA products' compiled code, without a GPU, if it is named.
+``types`` needs a build for this processor: ``scripts/build_llama_cpp FOLDER``, then ``EP_LLAMA_CPP=FOLDER``.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,9 +19,12 @@ from pathlib import Path
 import numpy as np
 from bench_backend import NEW_TOKENS, PROMPT_TOKENS, Ours
 from bench_foundation import stored_demo
+from edgepipe_torch.cuda.kernels.nvrtc import find_nvrtc
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
-from llama_cpp import llama_cpp
+from kernel_code import H100, RTX_4090, bytes_in_flight, codes_of, find_disassembler
+from llama_cpp import llama_cpp, native_llama_cpp
 from packed_quality import kv_rows, quality_rows
 from parts import Part, run_parts
 
@@ -28,13 +34,17 @@ from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
 from edgepipe.weights.weights import open_weights
+from tests.support.backends.kernel_forms import FORMS
 from tests.support.models.packed import random_blocks
 from tests.support.models.quantised_folders import write_quantised_folder
 from tests.support.models.quantised_weights import RECIPES
 
 LLAMA_CONTEXT = 1024
 ROUNDS = 4
+MIXES = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}  # ``llama_ftype``
 SHORT_TYPES = ("Q4_K", "Q6_K")
+KERNEL_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+MOST_INSTRUCTIONS, FEWEST_BLOCKS = 295, 2  # of a tile of Q4_K and up to 8 rows; of a multiprocessor, with 64 rows
 ALL_TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL")
 
 
@@ -102,6 +112,66 @@ def speed_rows(model: Path) -> list[Row]:
     return rows
 
 
+def type_rows(model: Path) -> list[Row]:
+    """Each type that people have against a native build of llama.cpp on the same file, in turns, on one thread."""
+    if not (build := os.environ.get("EP_LLAMA_CPP")):
+        print("types are not measured: scripts/build_llama_cpp FOLDER, then EP_LLAMA_CPP=FOLDER")
+        return []
+    rows: list[Row] = []
+    for name, ftype in MIXES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder)
+            for file in model.iterdir():
+                if file.is_file() and file.name != "model.gguf":
+                    (copy / file.name).symlink_to(file)
+            stored, path = model / "model.gguf", copy / "model.gguf"
+            with native_llama_cpp(Path(build), stored, threads=1, context_tokens=LLAMA_CONTEXT, rows=1) as rival:
+                rival.quantise(path, ftype)
+            ours = Ours(open_weights(copy), device="cpu", threads=1)
+            for count in (1, 16):
+                with native_llama_cpp(Path(build), path, threads=1, context_tokens=LLAMA_CONTEXT, rows=count) as rival:
+                    theirs = partial(rival.decode_s, NEW_TOKENS, prompt_tokens=PROMPT_TOKENS)
+                    rates = _rates(count * NEW_TOKENS, [ours.decode(count), theirs])
+                    rows.append(
+                        at_least(f"{name}, decode, {count} rows", rates[0], "tok/s", rates[1], "llama.cpp", 1.15)
+                    )
+                    if count == 1:
+                        rates = _rates(512, [ours.prefill(512), partial(rival.prefill_s, 512)])
+                        rows.append(
+                            at_least(f"{name}, prefill, 512 tokens", rates[0], "tok/s", rates[1], "llama.cpp", 1.15)
+                        )
+    return rows
+
+
+def instruction_rows(types: Sequence[str]) -> list[Row]:
+    """Describe the compiled CUDA products of types, as an RTX 4090 runs them."""
+    try:
+        nvrtc = find_nvrtc(None)
+    except KernelsUnavailable as exc:
+        print(f"instructions are not counted: {exc} ({exc.remedy})")
+        return []
+    disassembler = find_disassembler()
+    if disassembler is None:
+        print("instructions are not counted: pip install nvidia-cuda-nvdisasm")
+    rows: list[Row] = []
+    for name in types:
+        form = FORMS[name]
+        for code in codes_of(nvrtc, form, RTX_4090, disassembler):
+            what = f"{name}, {code.rows} rows"
+            if code.instructions is not None:
+                met = code.instructions <= MOST_INSTRUCTIONS if (name, code.rows) == ("Q4_K", 8) else None
+                target = "" if met is None else f"<= {MOST_INSTRUCTIONS}"
+                rows.append(Row(f"{what}: a tile", code.instructions, "instructions", target=target, met=met))
+            met = code.blocks >= FEWEST_BLOCKS if code.rows == 64 else None
+            target = "" if met is None else f">= {FEWEST_BLOCKS}"
+            rows.append(Row(f"{what}: {code.registers} registers", code.blocks, "blocks an SM", target=target, met=met))
+        for card, least in ((RTX_4090, 1.5), (H100, 1.0)):
+            ratio = bytes_in_flight(form, card, codes_of(nvrtc, form, card, None)[0].blocks)
+            what = f"{name}, one row: bytes in flight on {card.name}"
+            rows.append(Row(what, ratio, "x latency x rate", target=f">= {least}", met=ratio >= least))
+    return rows
+
+
 def _rates(tokens: int, works: Sequence[Callable[[], float]]) -> list[float]:
     """Return tokens per second of each, from the least of its seconds, in turns after one round to warm up."""
     taken = [[work() for work in works] for _ in range(ROUNDS + 1)][1:]
@@ -116,10 +186,12 @@ def _of_demo(measure: Callable[[Path], list[Row]]) -> Part:
 PARTS: dict[str, Part] = {
     "exact": lambda _full: [*exact_rows(), folder_row()],
     "speed": _of_demo(speed_rows),
+    "types": _of_demo(type_rows),
     "kv": _of_demo(kv_rows),
     "quality": lambda full: quality_rows(stored_demo().path, ALL_TYPES if full else SHORT_TYPES),
 }
+NAMED: dict[str, Part] = {"instructions": lambda full: instruction_rows(list(FORMS) if full else KERNEL_TYPES)}
 
 
 if __name__ == "__main__":
-    run_parts("packed", PARTS)
+    run_parts("packed", PARTS, if_named=NAMED)

@@ -29,12 +29,12 @@ from published_rates import ATTENTION, HYBRIDS, published_rows
 
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import DEFAULT_SETTINGS
-from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import EmulatedRun, bench_emulated, runs_on
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.link.admin_client import Admin
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.partition import ExactSearch, PartitionProblem

@@ -45,6 +45,7 @@ class Compared:
 
     name: str
     kinds: Counter[str]
+    late_system: str  # the trait: what becomes of a turn of the system behind other turns
     verdicts: Sequence[tuple[str, CheckedConversation]]  # with their kinds
 
 
@@ -66,7 +67,7 @@ def compare(path: Path) -> Compared:
             break
     chosen = [one for one in verdicts if "tool_use" not in path.stem or PROBES[one.conversation].tools]
     judged = [(kind_of(one), one) for one in chosen]
-    return Compared(path.stem, Counter(kind for kind, _ in judged), judged)
+    return Compared(path.stem, Counter(kind for kind, _ in judged), with_tools.late_system, judged)
 
 
 def by_transformers(source: str, ask: Ask) -> Rendering:
@@ -109,6 +110,9 @@ def table(compared: Sequence[Compared]) -> Iterator[str]:
     yield "| column below | prompts | |"
     yield "|---|---:|---|"
     yield from (f"| {kind} | {total[kind]} | {text} |" for kind, text in KINDS.items())
+    yield ""
+    tagged = sum(one.late_system == "tagged" for one in compared)
+    yield f"{len(compared) - tagged} templates write a later turn of the system in its place; {tagged} get it in tags."
     yield ""
     yield "The repairs where transformers renders a prompt and edgepipe renders another one:"
     yield ""

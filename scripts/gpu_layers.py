@@ -15,11 +15,11 @@ from edgepipe.backend.types import BackendOptions, BlockRun, RowState, StateWrit
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.layer_spec import LayerSpec
+from edgepipe.stage.layer_steps import probe_rows
 from edgepipe.stage.made_up import MadeUpWeights, spread
-from edgepipe.stage.probe import probe_rows
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import resident_sizes
-from edgepipe.weights.weight_table import make_table
+from edgepipe.weights.weight_table import only_layers
 
 MOST_ROWS = 64
 _PAGE = 256  # tokens
@@ -32,11 +32,7 @@ class Layers:
     def __init__(self, name: str, count: int, *, among: Callable[[LayerSpec], bool] = lambda _spec: True) -> None:
         """``among``: the layers of the model to choose from, in their shares."""
         config, table = named_model(name)
-        chosen = [index for index, spec in enumerate(config.layers) if among(spec)]
-        config = replace(config, layers=tuple(config.layers[index] for index in chosen))
-        table = make_table(
-            [tuple(sorted(table.layer(index).items())) for index in chosen], embedding=table.embedding, head=table.head
-        )
+        config, table = only_layers(config, table, among)
         layers, forms = spread(config, table, count)
         shape = replace(config, layers=layers)
         part = Slice(index=1, layers=LayerRange(0, count), embedding=False, head=False)

@@ -19,8 +19,8 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.expert_places import SETTING
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.layout import multiplied_parameters
+from edgepipe.stage.layer_steps import probe_rows
 from edgepipe.stage.made_up import MadeUpWeights, spread
-from edgepipe.stage.probe import probe_rows
 from edgepipe.weights.resident import resident_sizes
 from edgepipe.weights.weight_table import WeightTable
 

@@ -1,4 +1,8 @@
-"""llama.cpp as a rival: npm's prebuilt ``node-llama-cpp`` in a process of its own, which needs no compiler."""
+"""llama.cpp as a rival, in a process of its own.
+
+Either npm's prebuilt ``node-llama-cpp``, which needs no compiler, or a build for this processor by
+``scripts/build_llama_cpp``, whose folder EP_LLAMA_CPP names.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
@@ -30,7 +35,11 @@ class LlamaCpp:
         """Return the seconds of a new prompt, without logits."""
         return self._seconds({"prefill": tokens})
 
-    def _seconds(self, command: dict[str, int]) -> float:
+    def quantise(self, path: Path, ftype: int) -> None:
+        """Write the model in another mix (``llama_ftype``). Only a native build can."""
+        self._seconds({"quantise": str(path), "ftype": ftype})
+
+    def _seconds(self, command: dict[str, int | str]) -> float:
         """Send a command and wait for its time. Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -51,6 +60,24 @@ def llama_cpp(model: Path, *, threads: int, context_tokens: int) -> Generator[Ll
         return
     command = ["node", str(ROOT / "scripts" / "llama_cpp.mjs"), str(model), str(threads), str(context_tokens)]
     environment = os.environ | {"NODE_LLAMA_CPP": str(folder)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
+            yield LlamaCpp(process)
+        finally:
+            process.kill()
+
+
+@contextmanager
+def native_llama_cpp(folder: Path, model: Path, *, threads: int, context_tokens: int, rows: int) -> Generator[LlamaCpp]:
+    """Run a native build on a GGUF file; ``rows`` sequences decode together."""
+    numbers = map(str, (threads, context_tokens, rows))
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "native_llama.py"), str(model), *numbers]
+    environment = os.environ | {
+        "PYTHONPATH": str(folder / "python"),
+        "LLAMA_CPP_LIB_PATH": str(folder / "build" / "bin"),
+    }
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as process:

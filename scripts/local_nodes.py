@@ -19,10 +19,11 @@ from typing import Any
 import psutil
 from anyio.from_thread import start_blocking_portal
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster
 from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
+from edgepipe.link.admin_client import Admin
 from edgepipe.link.channels import make_channel
 from edgepipe.sampling import SamplingParams
 from edgepipe.wire.codec import from_wire
@@ -67,14 +68,15 @@ class Node:
 
 @contextmanager
 def running_nodes(
-    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",)
+    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",), link: str = ""
 ) -> Iterator[list[Node]]:
-    """``count`` nodes that have found each other; stopped at the end."""
+    """``count`` nodes that have found each other; stopped at the end. ``link``: emulated between them."""
     plan = LocalCluster(
         cluster=f"bench-{secrets.token_hex(4)}",
         nodes=[NodeToStart(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
         models_dir=models_dir,
         threads=threads,
+        link=link,
     )
     with start_blocking_portal() as portal, ExitStack() as stack:
         started = stack.enter_context(portal.wrap_async_context_manager(local_cluster(plan)))

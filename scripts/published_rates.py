@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from figures import Row
+from figures import Row, at_most
 
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import plan
-from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model
 
 _LINK = "1gbit,0.5ms"
-_NEAR_EXPERTS, _NEAR_HYBRIDS = 0.25, 0.20  # the constants were fixed on dense models before
+_MOST = (
+    1.3  # times the rate that others measured: the constants are arithmetic and promise too little rather than too much
+)
 
 
 class Measured(NamedTuple):
@@ -26,7 +27,6 @@ class Measured(NamedTuple):
     tokens_per_s: float
     read_tokens: int  # context, on average
     source: str
-    judged: bool = True  # whether the planner's rate has a target
 
 
 _XIONGJIE = "github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference, tg 512"
@@ -60,14 +60,14 @@ _RAPID = "github.com/raullenchai/Rapid-MLX, pull request"
 HYBRIDS = (
     Measured("rtx4090", "qwen3.6-35b-a3b:q4_k_m", 120, 256, _QWEN36),
     Measured("m4max", "qwen3.6-35b-a3b:q4_0", 108, 3000, "github.com/lmstudio-ai/mlx-engine, issue 285, mlx_vlm"),
-    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 135.7, 256, f"{_QWEN36}, llama.cpp, tuned", judged=False),
-    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 107, 256, f"{_QWEN36}, Ollama", judged=False),
-    Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 226.3, 256, f"{_OLLAMA}, Ollama 0.30", judged=False),
-    Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 149.8, 256, f"{_OLLAMA}, Ollama 0.24", judged=False),
-    Measured("m3max", "qwen3.6-35b-a3b:q4_0", 106, 256, "github.com/osaurus-ai/osaurus, issue 2211", judged=False),
-    Measured("m2max", "qwen3.6-35b-a3b:q4_0", 79.75, 256, f"{_RAPID} 1065", judged=False),
-    Measured("m3ultra", "qwen3.6-35b-a3b:q4_0", 92, 256, f"{_RAPID} 159", judged=False),
-    Measured("m3ultra", "qwen3.6-27b:q4_0", 36.5, 256, f"{_RAPID} 159", judged=False),
+    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 135.7, 256, f"{_QWEN36}, llama.cpp, tuned"),
+    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 107, 256, f"{_QWEN36}, Ollama"),
+    Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 226.3, 256, f"{_OLLAMA}, Ollama 0.30"),
+    Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 149.8, 256, f"{_OLLAMA}, Ollama 0.24"),
+    Measured("m3max", "qwen3.6-35b-a3b:q4_0", 106, 256, "github.com/osaurus-ai/osaurus, issue 2211"),
+    Measured("m2max", "qwen3.6-35b-a3b:q4_0", 79.75, 256, f"{_RAPID} 1065"),
+    Measured("m3ultra", "qwen3.6-35b-a3b:q4_0", 92, 256, f"{_RAPID} 159"),
+    Measured("m3ultra", "qwen3.6-27b:q4_0", 36.5, 256, f"{_RAPID} 159"),
 )
 """Models with recurrent layers."""
 
@@ -80,18 +80,5 @@ def published_rows(rates: Iterable[Measured]) -> list[Row]:
         there = known_cluster([one.device], config, link=parse_link(_LINK), weights=weights)
         demand = Demand(config=config, weights=weights, read_tokens=one.read_tokens)
         said = plan(demand, there.machines, there.links, explain=False).tokens_per_s
-        ratio = said / one.tokens_per_s
-        near = _near(config) if one.judged else None
-        met = abs(ratio - 1) <= near if near else None
-        target = f"within {near:.0%}" if near else ""
-        rows.append(
-            Row(f"{one.model} on {one.device}", said, "tok/s", one.tokens_per_s, one.source, ratio, target, met)
-        )
+        rows.append(at_most(f"{one.model} on {one.device}", said, "tok/s", one.tokens_per_s, one.source, _MOST))
     return rows
-
-
-def _near(config: ModelConfig) -> float | None:
-    """Return how near the rate of such a model must be; None: dense ones fixed the constants."""
-    if config.state_bytes():
-        return _NEAR_HYBRIDS
-    return _NEAR_EXPERTS if any(spec.experts is not None for spec in config.layers) else None

@@ -77,7 +77,7 @@ def _at_least(name: str, value: float, baseline: float, of: str, ratio: float, t
 
 
 def _serve(node: Node, *flags: str) -> None:
-    node.edgepipe("serve", "demo", "--context", "2048", *flags)
+    node.edgepipe("serve", "demo", "--context", "2048", "--draft", "off", *flags)  # stages, not drafts, are measured
     complete(node, _PROMPTS, max_tokens=8)  # code paths and caches are cold once
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, Jitter, SliceCost, work_of
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import (
     Activations,
@@ -26,7 +27,8 @@ from edgepipe.backend.types import (
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.memory_classes import stage_classes
 from edgepipe.spec.tensors import WeightSource
@@ -35,6 +37,7 @@ from edgepipe.weights.weight_table import FLOATS, WeightTable, table_of
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue
+from edgepipe_emulated.drafting import EmulatedDraftModel
 from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVStorage, StateStorage
 from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, prepare_step
@@ -81,7 +84,18 @@ class EmulatedBackend:
         self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # one tuple per slice index
         self._states = StateStorage((), 0)
         self._kv_bytes = 0
+        self._move_s: tuple[float, ...] = ()  # of a block or a slot between the device and host memory, by class
         self._num_submitted = 0
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The emulated draft model, if the settings ask for one."""
+        settings = self._settings
+        if settings.draft_acceptance is None or self._loaded is None:
+            return None
+        token_s = settings.draft_s * settings.time_factor
+        config = self._loaded.config
+        return EmulatedDraftModel(config, settings.draft_acceptance, token_s=token_s, seed=settings.seed)
 
     def profile(self) -> DeviceProfile:
         """Return the configured device's profile, without a measurement."""
@@ -99,7 +113,7 @@ class EmulatedBackend:
             block_sizes=self.block_sizes,
             contiguous_kv=self._settings.contiguous_kv,
             packing=self._settings.packing,
-            kv_forms=(KV_8BIT,),
+            kv_forms=KV_FORMS,
             keeps_states=True,
             ram_total_bytes=device.ram_bytes,
             ram_free_bytes=device.ram_bytes,
@@ -140,7 +154,13 @@ class EmulatedBackend:
         return self._cost(config).kv_bytes_per_token(slices) * block_size
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         """Allocate the pools. Raises DeviceOutOfMemory if they do not fit beside the weights."""
         loaded = self._need_loaded()
@@ -153,12 +173,14 @@ class EmulatedBackend:
         num_bytes += loaded.config.state_bytes(every) * (state_slots + 1)  # other backends keep one of zeros
         self._reserve(num_bytes, f"{num_blocks} KV blocks")
         recurrent = [layer for layer in every if loaded.config.layers[layer].recurrent is not None]
-        self._states = StateStorage(recurrent, state_slots)
+        below = [*host_places, 0] if host_places else [0] * (len(classes) + 1)  # the last one counts for states
+        self._states = StateStorage(recurrent, state_slots, below[len(classes)])
         layers = [[layer for part in parts for layer in part.layers] for _, parts in classes]
         self._pools = tuple(
-            KVStorage(num_layers=len(own), num_blocks=count, block_size=block_size)
-            for own, (count, _) in zip(layers, classes, strict=True)
+            KVStorage(num_layers=len(own), num_blocks=count, block_size=block_size, host_blocks=places)
+            for own, (count, _), places in zip(layers, classes, below, strict=False)
         )
+        self._move_s = self._seconds_of_moves(classes, block_size) if host_places else ()
         self._groups = {part.index: _groups(loaded.config, part, layers) for part in slices}
         self._kv_bytes = num_bytes
 
@@ -180,8 +202,11 @@ class EmulatedBackend:
         self._faults.check_step()
         loaded, pools = self._need_loaded(), self._need_pools()
         part = loaded.slices[prepared.step.slice_index]
-        done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(work_of(prepared.step)))
+        moving_s = sum(self._move_s[move.number] for move in prepared.step.moves)
+        done_at_s = self._queue.enqueue(moving_s + loaded.costs[part.index].step_s(work_of(prepared.step)))
         state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
+        for move in prepared.step.moves:
+            (self._states if move.number == len(pools) else pools[move.number]).move(move)
         pools[0].copy(prepared.step.copies)
         specs = loaded.config.layers[part.layers.start : part.layers.end]
         state = _run_layers(state, part, specs, self._groups[part.index], pools, self._states, prepared)
@@ -247,6 +272,12 @@ class EmulatedBackend:
         """Make the device's queue. Stages with the same seed differ in jitter by their first layer."""
         jitter = Jitter(variation=self._settings.device.jitter, entropy=(self._settings.seed, first_layer))
         return DeviceQueue(time_factor=self._settings.time_factor, jitter=jitter)
+
+    def _seconds_of_moves(self, classes: Sequence[tuple[int, Sequence[Slice]]], block_size: int) -> tuple[float, ...]:
+        loaded, rate = self._need_loaded(), self._settings.device.host_link_bytes_per_s
+        every = [layer for part in loaded.slices.values() for layer in part.layers]
+        blocks = [self.kv_block_bytes(loaded.config, parts, block_size) for _, parts in classes]
+        return tuple(num_bytes / rate for num_bytes in (*blocks, loaded.config.state_bytes(every)))
 
     def _reserve(self, num_bytes: int, what: str) -> None:
         free = self.profile().memory_free_bytes
@@ -333,6 +364,9 @@ def _run_layers(
         before[list(group.layers)] = _seen_before(group, past, pools[group.pool], prepared)
     written = np.empty((len(part.layers), len(state)), np.uint64)
     for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
+        if specs[offset].mtp:  # it guesses tokens, and what it computes does not enter the logits
+            written[offset] = 0
+            continue
         values = written[offset] = arithmetic.kv_values(state, prepared.weights, key)
         spec = specs[offset]
         if spec.recurrent is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, StepRow, TierMove
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 
@@ -24,10 +24,18 @@ Layers = slice | npt.NDArray[np.int64]
 class KVStorage:
     """KV values ``[L, num_blocks * block_size]``, initially zero; the system allocates pages when they are written."""
 
-    def __init__(self, *, num_layers: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_layers: int, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._values = np.zeros((num_layers, num_blocks * block_size), dtype=np.uint64)
+        self._host = np.zeros((host_blocks, num_layers, block_size), dtype=np.uint64)
+
+    def move(self, move: TierMove) -> None:
+        """Copy a block to host memory, or back."""
+        if move.out:
+            self._host[move.kept] = self._values[:, self._block(move.place)]
+        else:
+            self._values[:, self._block(move.place)] = self._host[move.kept]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer, one after another."""
@@ -50,9 +58,18 @@ class KVStorage:
 class StateStorage:
     """States of recurrent layers, by the model's layer: one uint64 per slot."""
 
-    def __init__(self, layers: Sequence[int], num_slots: int) -> None:
+    def __init__(self, layers: Sequence[int], num_slots: int, host_slots: int = 0) -> None:
         self.num_slots = num_slots
         self._values = {layer: np.zeros(num_slots, np.uint64) for layer in layers}
+        self._host = {layer: np.zeros(host_slots, np.uint64) for layer in layers}
+
+    def move(self, move: TierMove) -> None:
+        """Copy a slot to host memory, or back."""
+        for layer, values in self._values.items():
+            if move.out:
+                self._host[layer][move.kept] = values[move.place]
+            else:
+                values[move.place] = self._host[layer][move.kept]
 
     def run(self, layer: int, rows: Sequence[StepRow], values: Words) -> Words:
         """Return a layer's states ``[T]`` behind each token of the rows, and keep those that the rows name.

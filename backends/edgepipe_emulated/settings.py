@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
+from edgepipe.backend.drafting import Acceptance
 from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
 from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.units import parse_bytes
+from edgepipe.units import parse_bytes, parse_duration_s
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import WIDE
 from edgepipe.weights.weight_table import WeightTable
@@ -29,6 +30,8 @@ _OWN = (
     "contiguous_kv",
     "faults",
     "expert_skew",
+    "draft_acceptance",
+    "draft_time",
     "weights",
     SETTING,
 )
@@ -49,6 +52,8 @@ class EmulationSettings:
     packing: str  # how it keeps packed weights: "emulated", or widened; with the share of experts in host memory
     expert_skew: float  # expert i is chosen (i + 1)^-skew times as often as the first; 0: all alike
     kv: str  # form of the KV, which changes its size and the time to read it; empty: bf16
+    draft_acceptance: Acceptance | None  # how often a draft of its draft model is right; None: it has no such model
+    draft_s: float  # seconds that a draft takes
     faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
 
@@ -70,6 +75,8 @@ def read_settings(options: BackendOptions) -> EmulationSettings:
         packing=with_ram_percent(_packing(settings.get("weights", "auto")), chosen_share(settings)),
         expert_skew=number_setting(settings.get("expert_skew", "0")),
         kv=checked_kv(options.kv),
+        draft_acceptance=_maybe(settings, "draft_acceptance", Acceptance),
+        draft_s=parse_duration_s(settings.get("draft_time", "0s")),
         faults=_maybe(settings, "faults", Path),
     )
 

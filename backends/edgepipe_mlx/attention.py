@@ -86,7 +86,8 @@ class LayerStep:
     def _attend_row(self, row: RowLayout, queries: mx.array, sinks: mx.array | None) -> mx.array:
         first = self._first_visible(row)
         keys, values = self._pool.read(row, first, self._step.blocks(row, first // self._block_size))
-        own = queries[row.first_row : row.first_row + row.num_tokens].transpose(2, 1, 0, 3)  # [1, Hq, n, D]
+        own = self._pool.turned(queries[row.first_row : row.first_row + row.num_tokens])
+        own = own.transpose(2, 1, 0, 3)  # [1, Hq, n, D]
         scale = self._spec.logit_scale
         if self._spec.softcap:
             mask = None if row.num_tokens == 1 else self._step.mask(row, self._spec.window, first)
@@ -94,7 +95,7 @@ class LayerStep:
         else:
             mask = self._mask(row, first)
             out = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks)
-        return out.transpose(2, 1, 0, 3)
+        return self._pool.turned(out.transpose(2, 1, 0, 3))
 
     def _first_visible(self, row: RowLayout) -> int:
         """Return the first token visible to any of the sequence's rows in this step."""

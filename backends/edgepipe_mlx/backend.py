@@ -5,29 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
+from edgepipe.backend.draft_passes import draft_passes, guesses_of
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
+    UNKNOWN_ID,
     Activations,
     ActivationType,
     BackendOptions,
     DeviceProfile,
+    DraftStep,
+    KernelError,
     LoadProgress,
     LogitEdits,
     PackedProducts,
     ScoreRows,
     Step,
     StepOutput,
+    TierMove,
     TokenIds,
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.plain_words import plain
-from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.memory_classes import stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
@@ -48,7 +56,8 @@ from edgepipe_mlx.device import (
     stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
-from edgepipe_mlx.kv import KVPool, KVStorage
+from edgepipe_mlx.kernel_errors import packed_errors
+from edgepipe_mlx.kv import KVPool, KVStorage, restore_block, stored_block
 from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 from edgepipe_mlx.packed_kv import PackedKVStorage
@@ -66,6 +75,7 @@ class StepTicket:
     is_logits: bool
     scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if requested
     expert_share: mx.array | None = None  # [] float32; None: not counted
+    kept: mx.array | None = None  # see ``StepOutput``; stays on the compute thread
 
 
 def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
@@ -83,6 +93,7 @@ class MlxBackend:
     block_sizes: tuple[int, ...] = BLOCK_SIZES
     max_submitted: int = 2  # the second one only has its graph built: see ``submit``
     picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
+    draft_model: DraftModel | None = None
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises BackendUnavailable if the device is missing, ConfigInvalid for unknown options.
@@ -107,12 +118,19 @@ class MlxBackend:
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
+        # Blocks and states in host memory, by layer of the model and place.
+        self._host: dict[tuple[int, int], tuple[mx.array, ...]] = {}
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
         configure(self._device)
         found = measure(self._device, self._dtype_name, self._dtype)
-        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=(KV_8BIT,), keeps_states=True)
+        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=KV_FORMS, keeps_states=True)
+
+    def kernel_errors(self) -> Iterator[KernelError]:
+        """Compare products of packed weights with float64. See ``CheckingBackend``."""
+        configure(self._device)
+        return packed_errors(self._weight_types())
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -140,11 +158,17 @@ class MlxBackend:
         return block_size * config.kv_bytes_per_token(layers, form=self._kv or self._dtype_name)
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
-        self._pools = {}
+        self._pools, self._host = {}, {}
         mx.clear_cache()
         parts = [part.part for part in shard.slices]
         classes = stage_classes(shard.config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
@@ -189,19 +213,27 @@ class MlxBackend:
         """
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
-        if self._started is not None and (prepared.copies or prepared.scores is not None):
+        if self._started is not None and (prepared.moves or prepared.copies or prepared.scores is not None):
             mx.eval(self._started.array)  # building the graph evaluates a part of this step
+        self._move(prepared.moves)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
         states = StepStates(prepared, zeros=self._state_slots)
         wanted = mx.array(prepared.logit_rows) if part.part.head and len(prepared.logit_rows) else None
-        hidden = self._run_layers(part, pools, arrays, states, hidden, wanted)
+        drafts = part.mtp is not None and prepared.next_ids is not None
+        hidden = self._run_layers(part, pools, arrays, states, hidden, None if drafts else wanted)
+        kept: mx.array | None = None
+        if part.norm is not None:
+            hidden = part.norm.rows(hidden)
+        if drafts:
+            kept = self._follow(part, prepared, arrays, hidden)
+            hidden = hidden if wanted is None else hidden[wanted]
         sampled, scored = hidden[: prepared.num_sampled], hidden[prepared.num_sampled :]
         array = self._logits(part, sampled) if part.part.head else self._leaving(hidden)
         scores = self._scores(part, scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
+        ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share, kept=kept)
         updated = [
             each for pool in pools if pool is not None and not isinstance(pool, LayerStates) for each in pool.arrays
         ]
@@ -213,7 +245,7 @@ class MlxBackend:
 
     def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
         """Start a step. ``updated``: KV and states; a chunk's output does not depend on the last layer's."""
-        mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share)
+        mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share, ticket.kept)
         self._started = ticket
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -231,7 +263,60 @@ class MlxBackend:
         if not ticket.is_logits:
             return StepOutput(activations=copied, expert_share=share)
         scores = _copied_scores(ticket.scores) if ticket.scores else None
-        return StepOutput(logits=copied, scores=scores, expert_share=share)
+        return StepOutput(logits=copied, scores=scores, kept=ticket.kept, expert_share=share)
+
+    def draft(self, step: DraftStep) -> Sequence[TokenIds]:
+        """Guess tokens by the layer that predicts one token more. See ``DraftingBackend``."""
+        part = self._slice(step.slice_index)
+        if part.mtp is None:
+            raise ShardMismatch(f"slice {step.slice_index} has no layer that predicts one token more")
+        if self._started is not None:
+            mx.eval(self._started.array)
+        found: list[mx.array] = []
+        finals = mx.concatenate([part for row in step.rows for part in row.kept])
+        ids = mx.array(np.concatenate([row.next_ids for row in step.rows]))
+        for number, each in enumerate(draft_passes(step)):
+            if number and len(each.kept) < len(ids):
+                going = mx.array(each.kept)
+                finals, ids = finals[going], ids[going]
+            layout = lay_out_step(each.step, block_size=self._block_size, num_blocks=self._num_blocks, dtype=np.int32)
+            finals = self._predict(part, self._arrays(layout), ids, finals, mx.array(layout.logit_rows))
+            ids = mx.argmax(self._logits(part, finals), axis=-1).astype(mx.int32)
+            mx.eval(ids, self._mtp_pool(part).arrays)
+            found.append(ids)
+        return guesses_of(step, [np.array(each, dtype=np.int64) for each in found])
+
+    def _follow(
+        self, part: LoadedSlice, layout: StepLayout, arrays: Sequence[StepArrays], finals: mx.array
+    ) -> mx.array:
+        """Compute a step's keys and values where the next token is known; return the other rows of finals [U, H]."""
+        assert layout.next_ids is not None
+        if (layout.next_ids >= 0).any():
+            ids = mx.array(np.maximum(layout.next_ids, 0).astype(np.int32))
+            self._predict(part, arrays[0], ids, finals, mx.array(np.zeros(1, np.int32)))
+        unknown = np.flatnonzero(layout.next_ids == UNKNOWN_ID)
+        return finals[mx.array(unknown)] if len(unknown) else finals[:0]
+
+    def _predict(
+        self, part: LoadedSlice, step: StepArrays, ids: mx.array, finals: mx.array, wanted: mx.array
+    ) -> mx.array:
+        """Run the layer that predicts one token more for tokens behind the step's; returns [R, H] of rows wanted."""
+        assert part.mtp is not None
+        attention = part.layers[-1].spec.attention
+        assert attention is not None
+        own = LayerStep(step, self._mtp_pool(part), attention, block_size=self._block_size)
+        return part.mtp.run(self._embedded(part, ids), finals, own, wanted)
+
+    def _mtp_pool(self, part: LoadedSlice) -> KVPool:
+        pool = self._pools[part.part.index][-1]
+        assert pool is not None
+        assert not isinstance(pool, LayerStates)
+        return pool
+
+    def _embedded(self, part: LoadedSlice, ids: mx.array) -> mx.array:
+        assert part.embedding is not None
+        scale, embedded = self._loaded().config.embedding_scale, part.embedding.rows(ids)
+        return embedded if scale == 1 else embedded * scale
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
@@ -241,7 +326,7 @@ class MlxBackend:
         """Release weights, pools and MLX's cached buffers."""
         self._shard = None
         self._products = ()
-        self._pools = {}
+        self._pools, self._host = {}, {}
         self._reads = {}
         self._started = self._waiting = None
         self._num_blocks = self._block_size = 0
@@ -279,28 +364,28 @@ class MlxBackend:
 
         The last layer computes its feed-forward part for these rows only.
         """
-        for index, layer, pool in zip(part.part.layers, part.layers, pools, strict=True):
+        own_layers = part.layers[: part.num_own]
+        for index, layer, pool in zip(part.part.layers, own_layers, pools, strict=False):
             own: LayerStep | StateStep | None = None
             if isinstance(pool, LayerStates):
                 own = StateStep(states, pool)
             elif pool is not None and layer.spec.attention is not None:
                 step = steps[self._class_of[index]]
                 own = LayerStep(step, pool, layer.spec.attention, block_size=self._block_size)
-            hidden = layer.run(hidden, own, wanted if layer is part.layers[-1] else None)
-        return hidden
+            hidden = layer.run(hidden, own, wanted if layer is own_layers[-1] else None)
+        return hidden if own_layers or wanted is None else hidden[wanted]
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
         """Return the first layer's input [T, H] in the compute dtype."""
         config = self._loaded().config
-        if part.embedding is not None:
+        if part.part.embedding:
             self._check_shape(inputs, (plan.num_tokens,), np.int32)
             if inputs.size and not 0 <= int(inputs.min()) <= int(inputs.max()) < config.vocab_size:
                 raise ShardMismatch(
                     "a token id lies outside the vocabulary",
                     fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
                 )
-            embedded = part.embedding.rows(mx.array(inputs))
-            return embedded if config.embedding_scale == 1 else embedded * config.embedding_scale
+            return self._embedded(part, mx.array(inputs))
         kind = self._options.activation_type
         self._check_shape(inputs, (plan.num_tokens, config.hidden_size), kind.numpy)
         arrived = mx.array(inputs)
@@ -312,22 +397,22 @@ class MlxBackend:
             return hidden.astype(mx.float32)
         return hidden.astype(mx.bfloat16).view(mx.uint16)
 
-    def _logits(self, part: LoadedSlice, hidden: mx.array) -> mx.array:
-        """Return the logits [R, V] float32 of hidden [R, H]."""
+    def _logits(self, part: LoadedSlice, finals: mx.array) -> mx.array:
+        """Return the logits [R, V] float32 of finals [R, H], the output behind the final norm."""
         config = self._loaded().config
-        if part.norm is None or part.head is None or not hidden.shape[0]:
+        if part.head is None or not finals.shape[0]:
             return mx.zeros((0, config.vocab_size), mx.float32)
-        logits = part.head.logits(part.norm.rows(hidden))
+        logits = part.head.logits(finals)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         cap = config.logit_softcap
         return cap * mx.tanh(logits / cap) if cap else logits
 
-    def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
-        """Compute the fields of TokenScores of hidden [S, H] in pieces, because all logits at once may not fit."""
+    def _scores(self, part: LoadedSlice, finals: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
+        """Compute the fields of TokenScores of finals [S, H] in pieces, because all logits at once may not fit."""
         pieces: list[list[mx.array]] = []
         for start in range(0, len(wanted.rows), SCORED_AT_ONCE):
-            logits = self._logits(part, hidden[start : start + SCORED_AT_ONCE])
+            logits = self._logits(part, finals[start : start + SCORED_AT_ONCE])
             targets = mx.array(wanted.targets[start : start + SCORED_AT_ONCE])[:, None]
             own = mx.take_along_axis(logits, targets, axis=1)[:, 0]
             top_ids = mx.argsort(-logits, axis=1)[:, : wanted.num_top]
@@ -338,11 +423,34 @@ class MlxBackend:
     def _copy_blocks(self, plan: StepLayout) -> None:
         """Copy blocks in every layer of the stage, because only its first slice of a step has the copies."""
         if plan.copies:
-            for part in (each.part for each in self._loaded().slices):
-                for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
-                    if self._class_of[layer] or pool is None or isinstance(pool, LayerStates):
-                        continue  # blocks of windows are shared, never copied
-                    pool.copy(plan.copies)
+            for layer, pool in self._layer_pools():
+                if self._class_of[layer] or pool is None or isinstance(pool, LayerStates):
+                    continue  # blocks of windows are shared, never copied
+                pool.copy(plan.copies)
+
+    def _move(self, moves: Sequence[TierMove]) -> None:
+        """Copy blocks and states to host memory and back, in every layer of the stage, one after another."""
+        for move in moves:
+            for layer, pool in self._layer_pools():
+                number = 1 + len(self._window_blocks) if isinstance(pool, LayerStates) else self._class_of[layer]
+                if pool is None or number != move.number:
+                    continue
+                place = layer, move.kept
+                if isinstance(pool, LayerStates):
+                    if move.out:
+                        self._host[place] = tuple(mx.contiguous(each) for each in pool.read([move.place]))
+                        mx.eval(self._host[place])
+                    else:
+                        mx.eval(pool.write([move.place], self._host[place]))
+                elif move.out:
+                    self._host[place] = stored_block(pool, move.place, self._block_size)
+                else:
+                    restore_block(pool, move.place, self._block_size, self._host[place])
+
+    def _layer_pools(self) -> Iterator[tuple[int, KVPool | LayerStates | None]]:
+        """Yield each loaded layer's index in the model and its pool."""
+        for part in (each.part for each in self._loaded().slices):
+            yield from zip(part.layers, self._pools[part.index], strict=True)
 
     def _make_pool(
         self, layer: LayerSpec, *, num_blocks: int, block_size: int, state_slots: int
@@ -353,10 +461,8 @@ class MlxBackend:
         if (spec := layer.attention) is None:
             return None
         if spec.latent is not None:
-            return latent_pool(
-                spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, packed=bool(self._kv)
-            )
-        make = PackedKVStorage if self._kv else KVStorage
+            return latent_pool(spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, form=self._kv)
+        make = partial(PackedKVStorage, form=self._kv) if self._kv else KVStorage
         return make(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

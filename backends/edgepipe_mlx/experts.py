@@ -5,9 +5,12 @@ T rows, H hidden, E experts, K of them used by each row, O out features, I input
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe_mlx.feed_forward import FeedForward, Product
@@ -70,21 +73,46 @@ class PackedStack(PackedMatrix):
         """``count``: experts. See ``PackedMatrix``."""
         super().__init__(planes, dtype=dtype, in_float32=in_float32)
         self._count = count
+        self._row_numbers: dict[tuple[int, ...], mx.array] = {}  # numbers of few rows, by their leading dimensions
+
+    def joins(self, other: PackedMatrix) -> bool:
+        """Return whether one kernel can multiply with these matrices and others, of as many rows."""
+        return super().joins(other) and self.out_features == other.out_features
+
+    def _places(self, array: mx.array) -> mx.array:
+        """Return an array of all experts as [E, O, n]."""
+        return self._each(array)
 
     def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """See ``Stack``."""
-        product = mx.gather_qmm(
+        return self._leaving(self._product_by(x, experts, is_sorted=is_sorted))
+
+    def parts_by(self, x: mx.array, experts: mx.array, parts: int, *, is_sorted: bool) -> list[mx.array]:
+        """Return what ``multiply_by`` does in so many parts of equal size."""
+        products = mx.split(self._product_by(x, experts, is_sorted=is_sorted), parts, axis=-1)
+        return [self._leaving(product) for product in products]
+
+    def _product_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        return mx.gather_qmm(
             self._entering(x),
             self._each(self._words),
             self._each(self._scales),
             None if self._biases is None else self._each(self._biases),
+            lhs_indices=self._numbers(x.shape[:-2]),
             rhs_indices=experts,
             group_size=self._form.group,
             bits=self._form.bits,
             mode=self._form.mode,
             sorted_indices=is_sorted,
         )
-        return self._leaving(product)
+
+    def _numbers(self, shape: tuple[int, ...]) -> mx.array | None:
+        """Return the numbers of rows with these leading dimensions; None: MLX makes them, by a kernel in each call."""
+        if prod(shape) >= _SORTED_AT:
+            return None
+        if shape not in self._row_numbers:
+            self._row_numbers[shape] = mx.array(np.arange(prod(shape), dtype=np.uint32).reshape(shape))
+        return self._row_numbers[shape]
 
     def _each(self, array: mx.array) -> mx.array:
         """Return an array of all experts as a view [E, O, ...]."""
@@ -95,13 +123,38 @@ class ExpertLinear:
     """The projections of all experts: a stack, and biases [E, O]."""
 
     def __init__(self, stack: Stack, bias: mx.array | None) -> None:
-        self._stack = stack
-        self._bias = bias
+        self.stack = stack
+        self.bias = bias
 
     def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """See ``Stack``."""
-        product = self._stack.multiply_by(x, experts, is_sorted=is_sorted)
-        return product if self._bias is None else product + self._bias[experts][..., None, :]
+        return _biased(self.stack.multiply_by(x, experts, is_sorted=is_sorted), self.bias, experts)
+
+
+class JoinedExperts:
+    """Gate and up projections of all experts, or ups alone: one kernel where their weights are of one kind."""
+
+    def __init__(self, parts: Sequence[ExpertLinear]) -> None:
+        """Evaluates a joined stack."""
+        self._biases = [part.bias for part in parts]
+        self._stacks: Sequence[Stack] = [part.stack for part in parts]
+        self._joined: PackedStack | None = None
+        packed = [stack for stack in self._stacks if isinstance(stack, PackedStack)]
+        if len(packed) == len(parts) > 1 and all(packed[0].joins(other) for other in packed[1:]):
+            self._joined, self._stacks = PackedStack.joined(packed), ()
+
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> list[mx.array]:
+        """Return each part's product [..., 1, O]. See ``Stack``."""
+        if self._joined is None:
+            products = [stack.multiply_by(x, experts, is_sorted=is_sorted) for stack in self._stacks]
+        else:
+            products = self._joined.parts_by(x, experts, len(self._biases), is_sorted=is_sorted)
+        return [_biased(product, bias, experts) for product, bias in zip(products, self._biases, strict=True)]
+
+
+def _biased(product: mx.array, bias: mx.array | None, experts: mx.array) -> mx.array:
+    """Return a product [..., 1, O] with its experts' biases."""
+    return product if bias is None else product + bias[experts][..., None, :]
 
 
 class RouterWeights:
@@ -142,8 +195,7 @@ class Mixture:
         self,
         spec: Experts,
         router: RouterWeights,
-        gate: ExpertLinear | None,
-        up: ExpertLinear,
+        gate_up: JoinedExperts,
         down: ExpertLinear,
         activation: Product,
         around: tuple[Linear, Linear] | None = None,
@@ -151,8 +203,7 @@ class Mixture:
         """``around``: products from H features to those of the experts, and back."""
         self.spec = spec
         self._router = router
-        self._gate = gate
-        self._up = up
+        self._gate_up = gate_up
         self._down = down
         self._activation = activation
         self._around = around
@@ -168,21 +219,20 @@ class Mixture:
         if self._around is not None:
             x = self._around[0].multiply(x)
         if chosen.size < _SORTED_AT:
-            outputs = self._experts(x[:, None, None], chosen, is_sorted=False)
+            outputs = self._experts(x[:, None, None], chosen, is_sorted=False)  # [T, K, 1, H]
         else:
             experts = chosen.flatten()
             order = mx.argsort(experts)
             rows = x[order // self.spec.used][:, None]
             outputs = self._experts(rows, experts[order], is_sorted=True)[mx.argsort(order)]
-        each = outputs.reshape(*chosen.shape, -1)  # [T, K, H]
-        mixed = (each * factors[..., None]).sum(axis=-2).astype(x.dtype)
+            outputs = outputs.reshape(*chosen.shape, 1, -1)
+        mixed = (outputs * factors[..., None, None]).sum(axis=1).squeeze(1).astype(x.dtype)
         return mixed if self._around is None else self._around[1].multiply(mixed)
 
     def _experts(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """Return the outputs [..., 1, H] of an expert for each row of x. See ``Stack``."""
-        up = self._up.multiply_by(x, experts, is_sorted=is_sorted)
-        gate = up if self._gate is None else self._gate.multiply_by(x, experts, is_sorted=is_sorted)
-        inner = self._activation(gate, up)
+        entering = self._gate_up.multiply_by(x, experts, is_sorted=is_sorted)
+        inner = self._activation(entering[0], entering[-1])
         return self._down.multiply_by(inner, experts, is_sorted=is_sorted)
 
 
@@ -193,6 +243,10 @@ def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, 
     if how.input_eps is not None:
         x = mx.fast.rms_norm(x, router.input_scale, how.input_eps) * x.shape[-1] ** -0.5
     logits = router.scores.multiply(x)
+    if how.score == "softmax" and how.normalised and router.correction is None and how.groups_used == how.groups:
+        chosen = _highest(logits, spec.used)  # their shares of a softmax over all are one over these
+        weights = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1)
+        return chosen, _scaled(weights, chosen, how, router)
     scores = mx.softmax(logits, axis=-1) if how.score == "softmax" else mx.sigmoid(logits)
     ranked = scores if router.correction is None else scores + router.correction
     if how.groups_used < how.groups:
@@ -201,9 +255,14 @@ def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, 
     weights = mx.take_along_axis(scores, chosen, axis=-1)
     if how.normalised:
         weights = weights / weights.sum(axis=-1, keepdims=True)
+    return chosen, _scaled(weights, chosen, how, router)
+
+
+def _scaled(weights: mx.array, chosen: mx.array, how: Router, router: RouterWeights) -> mx.array:
+    """Return the weights [T, K] of chosen experts, scaled."""
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[chosen]
-    return chosen, weights if how.scale == 1 else weights * how.scale
+    return weights if how.scale == 1 else weights * how.scale
 
 
 def _within_groups(router: Router, ranked: mx.array) -> mx.array:

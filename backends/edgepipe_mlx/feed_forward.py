@@ -9,6 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from edgepipe_mlx.joined import JoinedLinear
 from edgepipe_mlx.matrices import Linear
 
 Product = Callable[[mx.array, mx.array], mx.array]
@@ -27,16 +28,16 @@ class FeedForward(Protocol):
 class Gated:
     """``down(activation(gate(x), up(x)))``; without a gate, the up product stands for it."""
 
-    def __init__(self, gate: Linear | None, up: Linear, down: Linear, activation: Product) -> None:
-        self._gate = gate
-        self._up = up
+    def __init__(self, gate_up: JoinedLinear, down: Linear, activation: Product) -> None:
+        """``gate_up``: gates and ups, or ups alone."""
+        self._gate_up = gate_up
         self._down = down
         self._activation = activation
 
     def rows(self, x: mx.array) -> mx.array:
         """See ``FeedForward``."""
-        up = self._up.multiply(x)
-        return self._down.multiply(self._activation(up if self._gate is None else self._gate.multiply(x), up))
+        entering = self._gate_up.multiply(x)
+        return self._down.multiply(self._activation(entering[0], entering[-1]))
 
 
 class Sum:

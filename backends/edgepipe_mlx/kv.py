@@ -39,6 +39,10 @@ class KVPool(Protocol):
         """
         ...
 
+    def turned(self, vectors: mx.array) -> mx.array:
+        """Rotate queries [..., D] as the keys are that ``read`` returns, or sums of its values [..., V] back again."""
+        ...
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, with the result of copying one after another."""
         ...
@@ -75,6 +79,10 @@ class KVStorage:
         )
         return keys, values
 
+    def turned(self, vectors: mx.array) -> mx.array:
+        """Return the vectors: keys and values are as they were written."""
+        return vectors
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, with the result of copying one after another.
 
@@ -87,6 +95,21 @@ class KVStorage:
             mx.eval(keys, values)
             self._keys[self._heads, targets] = keys
             self._values[self._heads, targets] = values
+
+
+def stored_block(pool: KVPool, block: int, block_size: int) -> tuple[mx.array, ...]:
+    """Return a block of all arrays of a pool [kv heads, slots, n], as copies of their own."""
+    slots = mx.arange(block * block_size, (block + 1) * block_size, dtype=mx.uint32)
+    copied = tuple(array[head_rows(array.shape[0]), slots] for array in pool.arrays)
+    mx.eval(copied)
+    return copied
+
+
+def restore_block(pool: KVPool, block: int, block_size: int, values: Sequence[mx.array]) -> None:
+    """Write what ``stored_block`` returned to a block. The step evaluates the update."""
+    slots = mx.arange(block * block_size, (block + 1) * block_size, dtype=mx.uint32)
+    for array, copied in zip(pool.arrays, values, strict=True):
+        array[head_rows(array.shape[0]), slots] = copied
 
 
 def head_rows(count: int) -> mx.array:

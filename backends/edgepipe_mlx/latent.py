@@ -12,6 +12,7 @@ from edgepipe.spec import layer_spec
 from edgepipe.spec.layer_spec import Latent
 from edgepipe.spec.layout import K_B, KV_B, V_B
 from edgepipe_mlx.attention import LayerStep
+from edgepipe_mlx.layer_graphs import Arrays
 from edgepipe_mlx.layer_weights import LayerWeights, Norm
 from edgepipe_mlx.rope import RotaryEmbedding
 
@@ -56,21 +57,32 @@ class LatentAttention:
         self._heads = LatentHeads(weights, spec.latent, spec.num_heads)
         self._output = weights.linear("self_attn.o_proj")
 
-    def rows(self, x: mx.array, step: LayerStep) -> mx.array:
-        """Compute x [T, H], and write the rows' latents and rotated keys. Returns [T, H]."""
+    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return queries [T, Hq, 1, C + R], keys [T, 1, 1, C + R] and latents [T, 1, 1, C] of x [T, H].
+
+        positions  [T] int32
+        """
+        (at,) = positions
         key = self._key.multiply(x)
         latent = self._key_norm.rows(key[:, : self._latent.kv_rank])[:, None, None]
-        rotated = self._rope.rotate(key[:, None, None, self._latent.kv_rank :], step.positions)
-        keys = mx.concatenate([latent, rotated], axis=-1)
-        attended = step.attend(self._queries(x, step), keys, latent, None)
-        return self._output.multiply(self._heads.outputs(attended.squeeze(2)))
+        rotated = self._rope.rotate(key[:, None, None, self._latent.kv_rank :], at)
+        return [self._queries(x, at), mx.concatenate([latent, rotated], axis=-1), latent]
 
-    def _queries(self, x: mx.array, step: LayerStep) -> mx.array:
+    def mix(self, entered: Arrays, step: LayerStep) -> list[mx.array]:
+        """Write the rows' latents and rotated keys, and attend. Returns sums of latents [T, Hq, 1, C]."""
+        queries, keys, latent = entered
+        return [step.attend(queries, keys, latent, None)]
+
+    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+        """Return the product [T, H] of what ``mix`` returned."""
+        return self._output.multiply(self._heads.outputs(mixed[0].squeeze(2)))
+
+    def _queries(self, x: mx.array, positions: mx.array) -> mx.array:
         """Return queries [T, Hq, 1, C + R] of x [T, H]."""
         if self._query_in is not None and self._query_norm is not None:
             x = self._query_norm.rows(self._query_in.multiply(x))
         size = self._latent.nope_dim + self._latent.rope_dim
         queries = self._query.multiply(x).reshape(-1, self._spec.num_heads, 1, size)
         own, rotating = queries[:, :, 0, : self._latent.nope_dim], queries[..., self._latent.nope_dim :]
-        rotated = self._rope.rotate(rotating, step.positions)
+        rotated = self._rope.rotate(rotating, positions)
         return mx.concatenate([self._heads.absorbed(own)[:, :, None], rotated], axis=-1)

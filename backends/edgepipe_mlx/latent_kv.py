@@ -10,15 +10,28 @@ from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
 from edgepipe.spec.layer_spec import Attention
 from edgepipe_mlx.kv import KVPool, copied_slots, head_rows, independent, read_tokens
-from edgepipe_mlx.packed_kv import decoded, encode
+from edgepipe_mlx.kv_codes import KVCodes, codes_of
 
 
 class LatentStorage:
     """Arrays [1, slots, n], one slot per token: vectors, or their codes and scales. See ``KVPool``."""
 
-    def __init__(self, arrays: Sequence[mx.array], *, value_width: int, block_size: int, dtype: mx.Dtype) -> None:
-        """``arrays``: vectors; or int8 codes, and scales. ``dtype``: of what ``read`` returns."""
+    def __init__(
+        self,
+        arrays: Sequence[mx.array],
+        codes: KVCodes | None,
+        *,
+        value_width: int,
+        block_size: int,
+        dtype: mx.Dtype,
+    ) -> None:
+        """
+        arrays  vectors; or codes, and scales
+        codes   their form; None: vectors
+        dtype   of what ``read`` returns
+        """
         self._pools = tuple(arrays)
+        self._codes = codes
         self._value_width = value_width
         self._block_size = block_size
         self._dtype = dtype
@@ -33,14 +46,19 @@ class LatentStorage:
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them."""
         own = keys.squeeze(2).swapaxes(0, 1)
-        for pool, written in zip(self._pools, (own,) if len(self._pools) == 1 else encode(own), strict=True):
+        made = (own,) if self._codes is None else self._codes.encode(own)
+        for pool, written in zip(self._pools, made, strict=True):
             pool[self._heads, slots] = written
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return keys [1, 1, length - first, D] and the values among them. See ``KVPool``."""
         found = [read_tokens(pool, row, first, blocks, self._block_size)[None] for pool in self._pools]
-        keys = found[0] if len(found) == 1 else decoded(found[0], found[1], self._dtype)
+        keys = found[0] if self._codes is None else self._codes.decoded(found[0], found[1], self._dtype)
         return keys, keys[..., : self._value_width]
+
+    def turned(self, vectors: mx.array) -> mx.array:
+        """See ``KVPool.turned``."""
+        return vectors if self._codes is None else self._codes.turned(vectors)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks. See ``KVStorage.copy``."""
@@ -52,9 +70,10 @@ class LatentStorage:
                 pool[self._heads, targets] = values
 
 
-def latent_pool(spec: Attention, *, num_blocks: int, block_size: int, dtype: mx.Dtype, packed: bool) -> KVPool:
-    """Make a layer's pool; ``packed``: of 8 bits."""
+def latent_pool(spec: Attention, *, num_blocks: int, block_size: int, dtype: mx.Dtype, form: str) -> KVPool:
+    """Make a layer's pool; ``form``: of ``KV_FORMS``, or empty."""
     slots = (1, num_blocks * block_size)
-    kinds = [(spec.head_dim, mx.int8), (1, mx.float16)] if packed else [(spec.head_dim, dtype)]
+    codes = codes_of(form, spec.head_dim, spec.latent_width) if form else None
+    kinds = [(spec.head_dim, dtype)] if codes is None else codes.kinds
     arrays = [mx.zeros((*slots, width), kind) for width, kind in kinds]
-    return LatentStorage(arrays, value_width=spec.latent_width, block_size=block_size, dtype=dtype)
+    return LatentStorage(arrays, codes, value_width=spec.latent_width, block_size=block_size, dtype=dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
 from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.spec import layer_spec
-from edgepipe_mlx.experts import ExpertLinear, PackedStack, WideStack
+from edgepipe_mlx.experts import ExpertLinear, JoinedExperts, PackedStack, WideStack
+from edgepipe_mlx.joined import JoinedLinear
 from edgepipe_mlx.matrices import Linear, PackedMatrix, WideMatrix
 
 Weight = WideMatrix | PackedMatrix | WideStack
@@ -45,10 +46,10 @@ class Norm:
 
 
 class LayerWeights:
-    """Weights of one layer, by their names within it."""
+    """Weights of one layer, by their names within it. It forgets those that it joined."""
 
     def __init__(self, weights: Mapping[str, Weight], norm: layer_spec.Norm) -> None:
-        self._weights = weights
+        self._weights = dict(weights)
         self._norm = norm
 
     @property
@@ -75,6 +76,23 @@ class LayerWeights:
     def linear(self, module: str) -> Linear:
         """Return a projection, with a bias if the layer has one."""
         return Linear(self.matrix(f"{module}.weight"), self.bias(module))
+
+    def joined(self, modules: Sequence[str], *, together: int = 1, activated: bool = False) -> JoinedLinear:
+        """Return projections of one input; see ``JoinedLinear``."""
+        parts = [self.linear(module) for module in modules]
+        found = JoinedLinear(parts, together=together, activated=activated)
+        self._forget(modules)
+        return found
+
+    def joined_experts(self, modules: Sequence[str], count: int) -> JoinedExperts:
+        """Return projections of one input, of ``count`` experts each."""
+        found = JoinedExperts([self.experts(module, count) for module in modules])
+        self._forget(modules)
+        return found
+
+    def _forget(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            del self._weights[f"{module}.weight"]
 
     def experts(self, module: str, count: int) -> ExpertLinear:
         """Return the projections of ``count`` experts, with biases if the layer has them."""

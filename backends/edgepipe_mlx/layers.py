@@ -6,7 +6,9 @@ T packed rows, H hidden, Hq and Hkv heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -18,6 +20,7 @@ from edgepipe_mlx.attention import LayerStep
 from edgepipe_mlx.experts import Mixture, RouterWeights, SharedExpert
 from edgepipe_mlx.feed_forward import ACTIVATIONS, FeedForward, Gated, Sum
 from edgepipe_mlx.latent import LatentAttention
+from edgepipe_mlx.layer_graphs import Arrays, Compiled
 from edgepipe_mlx.layer_weights import LayerWeights, Norm
 from edgepipe_mlx.recurrent import RecurrentMixer, make_mixer
 from edgepipe_mlx.rope import RotaryEmbedding, make_rope
@@ -29,41 +32,73 @@ class SelfAttention:
 
     def __init__(self, spec: layer_spec.Attention, weights: LayerWeights, rope: RotaryEmbedding | None) -> None:
         self._spec = spec
-        self._query, self._key, self._output = (weights.linear(f"self_attn.{name}_proj") for name in ("q", "k", "o"))
-        self._value = None if spec.values_from_keys else weights.linear("self_attn.v_proj")
+        alike = not (spec.qk_norm or spec.gated or spec.values_from_keys)  # queries and keys are placed at once
+        names = ("q", "k") if spec.values_from_keys else ("q", "k", "v")
+        self._inputs = weights.joined([f"self_attn.{name}_proj" for name in names], together=2 if alike else 1)
+        self._output = weights.linear("self_attn.o_proj")
         self._value_eps = weights.norm_eps if spec.value_norm else None
         self._query_norm = weights.norm("self_attn.q_norm") if spec.qk_norm else None
         self._key_norm = weights.norm("self_attn.k_norm") if spec.qk_norm else None
         self._sinks = weights.vector("self_attn.sinks") if spec.sinks else None
         self._rope = rope
 
-    def rows(self, x: mx.array, step: LayerStep) -> mx.array:
-        """Compute x [T, H], and write the rows' keys and values. Returns [T, H]."""
+    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return queries [T, Hq, 1, D], keys and values [T, Hkv, 1, D], and gates [T, Hq D] if there are, of x [T, H].
+
+        positions  [T] int32
+        """
         spec = self._spec
-        asked, gates = self._query.multiply(x), None
-        if spec.gated:  # each head's query is followed by its gates
-            both = asked.reshape(-1, spec.num_heads, 2, spec.head_dim)
-            asked, gates = (both[:, :, part].reshape(-1, spec.query_width) for part in (0, 1))
-        queries = self._placed(asked, spec.num_heads, self._query_norm, step)
-        if spec.temperature is not None:
-            queries = step.tempered(queries, spec.temperature)
-        key_rows = self._key.multiply(x)
-        value_rows = key_rows if self._value is None else self._value.multiply(x)
-        keys = self._placed(key_rows, spec.num_kv_heads, self._key_norm, step)
-        values = value_rows.reshape(-1, spec.num_kv_heads, 1, spec.head_dim)
+        (at,) = positions
+        asked, *others = self._inputs.multiply(x)
+        gates: list[mx.array] = []
+        if self._inputs.is_together:
+            both = self._placed(asked, spec.num_heads + spec.num_kv_heads, None, at)
+            queries, keys = both[:, : spec.num_heads], both[:, spec.num_heads :]
+        else:
+            if spec.gated:  # each head's query is followed by its gates
+                parts = asked.reshape(-1, spec.num_heads, 2, spec.head_dim)
+                asked = parts[:, :, 0].reshape(-1, spec.query_width)
+                gates = [parts[:, :, 1].reshape(-1, spec.query_width)]
+            queries = self._placed(asked, spec.num_heads, self._query_norm, at)
+            keys = self._placed(others[0], spec.num_kv_heads, self._key_norm, at)
+        values = others[-1].reshape(-1, spec.num_kv_heads, 1, spec.head_dim)
         if self._value_eps is not None:
             values = mx.fast.rms_norm(values, None, self._value_eps)
-        attended = step.attend(queries, keys, values, self._sinks).reshape(-1, spec.query_width)
-        return self._output.multiply(attended if gates is None else attended * mx.sigmoid(gates))
+        return [queries, keys, values, *gates]
 
-    def _placed(self, x: mx.array, heads: int, norm: Norm | None, step: LayerStep) -> mx.array:
+    def mix(self, entered: Arrays, step: LayerStep) -> list[mx.array]:
+        """Write the rows' keys and values, and attend. Returns [T, Hq D], and gates as ``enter`` does."""
+        queries, keys, values, *gates = entered
+        if self._spec.temperature is not None:
+            queries = step.tempered(queries, self._spec.temperature)
+        attended = step.attend(queries, keys, values, self._sinks).reshape(-1, self._spec.query_width)
+        return [attended, *gates]
+
+    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+        """Return the product [T, H] of what ``mix`` returned."""
+        attended, *gates = mixed
+        return self._output.multiply(attended * mx.sigmoid(gates[0]) if gates else attended)
+
+    def _placed(self, x: mx.array, heads: int, norm: Norm | None, positions: mx.array) -> mx.array:
         """Return x [T, heads * D] normalised and rotated, as [T, heads, 1, D]."""
         if norm is not None and self._spec.qk_norm == "all":
             x = norm.rows(x)
         x = x.reshape(-1, heads, 1, self._spec.head_dim)
         if norm is not None and self._spec.qk_norm == "head":
             x = norm.rows(x)
-        return x if self._rope is None else self._rope.rotate(x, step.positions)
+        return x if self._rope is None else self._rope.rotate(x, positions)
+
+
+class LayerMixer(Protocol):
+    """The computations of a mixer before and behind its state."""
+
+    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return what the state meets, of x [T, H]."""
+        ...
+
+    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+        """Return the output [T, H] in a type, of what the state made of it."""
+        ...
 
 
 class Apart:
@@ -86,12 +121,12 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderLayer:
-    """One layer."""
+class LayerParts:
+    """What a layer is made of, and its computations that hold no state."""
 
     spec: LayerSpec
     input_norm: Norm | None  # norm before the mixer
-    mixer: SelfAttention | LatentAttention | RecurrentMixer | None
+    mixer: LayerMixer | None
     attended_norm: Norm | None  # norm of the mixer's output
     inner_norm: Norm | None  # norm before the feed-forward part
     feed_forward: FeedForward | None
@@ -99,40 +134,94 @@ class DecoderLayer:
     added_norm: Norm | None  # norm of the feed-forward part's output
     output_scale: mx.array | None  # [1]
 
-    def run(self, hidden: mx.array, step: LayerStep | StateStep | None, wanted: mx.array | None = None) -> mx.array:
-        """Return the next layer's input [T, H] for hidden [T, H]. ``step``: of the layer's mixer, if it has one.
+    @property
+    def parallel(self) -> bool:
+        """Whether the feed-forward part reads what the mixer reads."""
+        return self.spec.norms == "parallel"
 
-        ``wanted`` [R]: the rows to return, in this order; None: all.
+    def enter(self, hidden: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return what the mixer's state meets; before it, where the layer is ``parallel``, the norm [T, H].
+
+        hidden     [T, H]
+        positions  [T] int32, for attention only
         """
         normed = _normed(hidden, self.input_norm)
-        if self.spec.norms == "parallel":
-            assert self.feed_forward is not None
-            mixed = self._mixed(normed, step)
-            hidden, normed, mixed = (_rows(each, wanted) for each in (hidden, normed, mixed))
-            return self._sum(hidden, mixed + self.feed_forward.rows(normed))
-        if self.mixer is not None:
-            hidden = self._sum(hidden, _normed(self._mixed(normed, step), self.attended_norm))
-        hidden = _rows(hidden, wanted)
-        if self.feed_forward is not None:
-            added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
-            hidden = self._sum(hidden, _normed(added, self.added_norm))
-        return hidden if self.output_scale is None else hidden * self.output_scale
+        entered = [] if self.mixer is None else self.mixer.enter(normed, *positions)
+        return [normed, *entered] if self.parallel else entered
 
-    def _mixed(self, normed: mx.array, step: LayerStep | StateStep | None) -> mx.array:
-        if isinstance(step, StateStep):
-            assert isinstance(self.mixer, RecurrentMixer)
-            return self.mixer.rows(normed, step)
-        assert isinstance(step, LayerStep)
-        assert isinstance(self.mixer, SelfAttention | LatentAttention)
-        return self.mixer.rows(normed, step)
+    def leave(self, hidden: mx.array, *mixed: mx.array) -> list[mx.array]:
+        """Return the layer's output [T, H], and the experts that the rows chose if the layer has a mixture.
+
+        mixed  what the mixer made of what entered; before it, where the layer is ``parallel``, the norm
+        """
+        if self.parallel:
+            normed, *mixed_rows = mixed
+            assert self.mixer is not None
+            assert self.feed_forward is not None
+            added = self.mixer.leave(mixed_rows, hidden.dtype)
+            hidden = self._sum(hidden, added + self.feed_forward.rows(normed))
+        else:
+            if self.mixer is not None:
+                hidden = self._sum(hidden, _normed(self.mixer.leave(mixed, hidden.dtype), self.attended_norm))
+            if self.feed_forward is not None:
+                added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
+                hidden = self._sum(hidden, _normed(added, self.added_norm))
+            if self.output_scale is not None:
+                hidden = hidden * self.output_scale
+        chosen = None if self.mixture is None else self.mixture.chosen
+        return [hidden] if chosen is None else [hidden, chosen]
 
     def _sum(self, hidden: mx.array, added: mx.array) -> mx.array:
         scale = self.spec.residual_scale
         return hidden + (added if scale == 1 else added * scale)
 
 
-def _rows(x: mx.array, wanted: mx.array | None) -> mx.array:
-    return x if wanted is None else x[wanted]
+class DecoderLayer:
+    """One layer."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        self._parts = parts
+        mixer = parts.mixer
+        self._enter, self._leave = Compiled(parts.enter), Compiled(parts.leave)
+        self._advance = Compiled(mixer.advance) if isinstance(mixer, RecurrentMixer) else None
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What the layer computes."""
+        return self._parts.spec
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The layer's experts."""
+        return self._parts.mixture
+
+    def run(self, hidden: mx.array, step: LayerStep | StateStep | None, wanted: mx.array | None = None) -> mx.array:
+        """Return the next layer's input [T, H] for hidden [T, H]. ``step``: of the layer's mixer, if it has one.
+
+        ``wanted`` [R]: the rows to return, in this order; None: all.
+        """
+        mixed: Sequence[mx.array] = ()
+        if self._parts.mixer is not None:
+            positions = (step.positions,) if isinstance(step, LayerStep) else ()
+            entered = self._enter(hidden, *positions)
+            norms = 1 if self._parts.parallel else 0
+            mixed = [*entered[:norms], *self._mixed(entered[norms:], step)]
+        if wanted is not None:
+            hidden, mixed = hidden[wanted], [each[wanted] for each in mixed]
+        out, *chosen = self._leave(hidden, *mixed)
+        if (mixture := self._parts.mixture) is not None:
+            (mixture.chosen,) = chosen
+        return out
+
+    def _mixed(self, entered: Arrays, step: LayerStep | StateStep | None) -> list[mx.array]:
+        mixer = self._parts.mixer
+        if isinstance(step, StateStep):
+            assert isinstance(mixer, RecurrentMixer)
+            assert self._advance is not None
+            return [mixer.mix(entered[0], step, self._advance)]
+        assert isinstance(step, LayerStep)
+        assert isinstance(mixer, SelfAttention | LatentAttention)
+        return mixer.mix(entered, step)
 
 
 def _normed(x: mx.array, norm: Norm | None) -> mx.array:
@@ -146,7 +235,7 @@ def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> Decod
     input_norm, inner_norm = [*(() if spec.mixes else (None,)), *before, None, None][:2]
     attended_norm, added_norm = [*after, None, None][:2]
     mixture = None if spec.experts is None else _mixture(spec.experts, weights)
-    return DecoderLayer(
+    parts = LayerParts(
         spec=spec,
         input_norm=input_norm,
         mixer=_mixer(spec, weights, config.context_length),
@@ -157,11 +246,10 @@ def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> Decod
         added_norm=added_norm,
         output_scale=weights.vector(LAYER_SCALE) if spec.output_scaled else None,
     )
+    return DecoderLayer(parts)
 
 
-def _mixer(
-    spec: LayerSpec, weights: LayerWeights, context_length: int
-) -> SelfAttention | LatentAttention | RecurrentMixer | None:
+def _mixer(spec: LayerSpec, weights: LayerWeights, context_length: int) -> LayerMixer | None:
     if spec.recurrent is not None:
         return make_mixer(spec.recurrent, weights)
     if spec.attention is None:
@@ -199,9 +287,9 @@ def _apart(spec: LayerSpec, entering: Norm | None, mixture: Mixture | None, weig
 
 
 def _gated(module: str, activation: Activation, weights: LayerWeights, *, gated: bool = True) -> Gated:
-    gate = weights.linear(f"{module}.gate_proj") if gated else None
-    up, down = (weights.linear(f"{module}.{name}_proj") for name in ("up", "down"))
-    return Gated(gate, up, down, ACTIVATIONS[activation])
+    names = ("gate", "up") if gated else ("up",)
+    gate_up = weights.joined([f"{module}.{name}_proj" for name in names], activated=True)
+    return Gated(gate_up, weights.linear(f"{module}.down_proj"), ACTIVATIONS[activation])
 
 
 def _mixture(spec: Experts, weights: LayerWeights) -> Mixture:
@@ -210,7 +298,8 @@ def _mixture(spec: Experts, weights: LayerWeights) -> Mixture:
     input_scale = None if how.input_eps is None else weights.vector("mlp.router.input_scale")
     expert_scale = weights.vector("mlp.router.expert_scale") if how.expert_scales else None
     router = RouterWeights(weights.linear("mlp.router"), correction, input_scale, expert_scale)
-    up, down = (weights.experts(f"mlp.experts.{name}_proj", spec.count) for name in ("up", "down"))
-    gate = weights.experts("mlp.experts.gate_proj", spec.count) if spec.gated else None
+    names = ("gate", "up") if spec.gated else ("up",)
+    gate_up = weights.joined_experts([f"mlp.experts.{name}_proj" for name in names], spec.count)
+    down = weights.experts("mlp.experts.down_proj", spec.count)
     around = (weights.linear("mlp.latent_in"), weights.linear("mlp.latent_out")) if spec.latent else None
-    return Mixture(spec, router, gate, up, down, ACTIVATIONS[spec.activation], around)
+    return Mixture(spec, router, gate_up, down, ACTIVATIONS[spec.activation], around)

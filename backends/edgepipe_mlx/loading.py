@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ from edgepipe.spec.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    embeds,
     is_exact,
     is_expert,
     is_norm,
@@ -31,6 +32,7 @@ from edgepipe_mlx.experts import PackedStack, WideStack
 from edgepipe_mlx.layer_weights import LayerWeights, Norm, Weight, norm_of
 from edgepipe_mlx.layers import DecoderLayer, build_layer
 from edgepipe_mlx.matrices import Matrix, PackedMatrix, WideMatrix
+from edgepipe_mlx.mtp import MtpLayer
 from edgepipe_mlx.packing import MlxForm, lay_out, mlx_form
 
 
@@ -43,6 +45,12 @@ class LoadedSlice:
     embedding: Matrix | None  # [V, H]
     norm: Norm | None  # [H]
     head: Matrix | None  # [V, H]; the embedding itself if tied
+    mtp: MtpLayer | None = None  # the last of ``layers``, if it predicts one token more
+
+    @property
+    def num_own(self) -> int:
+        """Number of layers without ``mtp``."""
+        return len(self.layers) - (self.mtp is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,24 +91,33 @@ def load_shard(
         loaded[name] = _load(config, weight, types)
         done_bytes += weight.info.num_bytes
         progress(LoadProgress(tensors_done=done, tensors_total=count, bytes_done=done_bytes, bytes_total=total))
-    mx.clear_cache()
+    num_bytes = sum(weight.num_bytes for weight in loaded.values())
     built = [_build_slice(config, part, loaded) for part in slices]
-    return Shard(config=config, slices=built, num_bytes=sum(weight.num_bytes for weight in loaded.values()))
+    mx.clear_cache()
+    return Shard(config=config, slices=built, num_bytes=num_bytes)
 
 
-def _build_slice(config: ModelConfig, part: Slice, loaded: Mapping[str, Weight]) -> LoadedSlice:
-    def layer(index: int) -> DecoderLayer:
+def _build_slice(config: ModelConfig, part: Slice, loaded: dict[str, Weight]) -> LoadedSlice:
+    """Take the layers' weights out of ``loaded``: what a layer joins must be freed before the next one's is."""
+
+    def weights_of(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
-        own = {name.removeprefix(prefix): loaded[name] for name in layer_tensors(config, index)}
-        return build_layer(config, index, LayerWeights(own, config.norm))
+        own = {name.removeprefix(prefix): loaded.pop(name) for name in layer_tensors(config, index)}
+        return LayerWeights(own, config.norm)
 
+    layers: list[DecoderLayer] = []
+    last: LayerWeights | None = None
+    for index in part.layers:
+        last = weights_of(index)
+        layers.append(build_layer(config, index, last))
     ends = LayerWeights(loaded, config.norm)
     return LoadedSlice(
         part=part,
-        layers=[layer(index) for index in part.layers],
-        embedding=ends.matrix(EMBEDDING) if part.embedding else None,
+        layers=layers,
+        embedding=ends.matrix(EMBEDDING) if embeds(config, part) else None,
         norm=Norm(ends.vector(FINAL_NORM), config.norm) if part.head else None,
         head=ends.matrix(EMBEDDING if config.tied_embeddings else HEAD) if part.head else None,
+        mtp=MtpLayer(layers[-1], last) if last is not None and layers[-1].spec.mtp else None,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from functools import partial
-from typing import Protocol
+from itertools import accumulate
+from typing import Protocol, Self
 
 import mlx.core as mx
 
@@ -105,6 +108,36 @@ class PackedMatrix:
         """See ``Matrix``."""
         return sum(array.nbytes for array in self._arrays())
 
+    @property
+    def out_features(self) -> int:
+        """The number of rows."""
+        return self._words.shape[0]
+
+    def joins(self, other: PackedMatrix) -> bool:
+        """Return whether one kernel can multiply with this matrix and another."""
+        if self._order is not None or other._order is not None:
+            return False
+        return self._kind() == other._kind()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return a matrix of the rows of parts that join, which it copies and evaluates."""
+        whole = copy(parts[0])
+        whole._words = _below([part._places(part._words) for part in parts])
+        whole._scales = _below([part._places(part._scales) for part in parts])
+        biases = [part._places(part._biases) for part in parts if part._biases is not None]
+        whole._biases = _below(biases) if biases else None
+        mx.eval(whole._arrays())
+        return whole
+
+    def _places(self, array: mx.array) -> mx.array:
+        """Return an array [O, n] as [places, rows, n]: rows of other parts come below these in each place."""
+        return array[None]
+
+    def _kind(self) -> tuple[object, ...]:
+        has_biases = self._biases is not None
+        return self._form, self._dtype, self._in_float32, self._scales.dtype, has_biases, self._words.shape[1:]
+
     def rows(self, indices: mx.array) -> mx.array:
         """See ``Matrix``. Only these rows are widened, in float32, and rounded once."""
         affine = self._biases is not None
@@ -124,6 +157,11 @@ class PackedMatrix:
     def multiply(self, x: mx.array) -> mx.array:
         """See ``Matrix``."""
         return self._leaving(self._product(x))
+
+    def multiply_parts(self, x: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+        """Return what ``multiply`` does in parts with so many out features."""
+        ends = list(accumulate(sizes))[:-1]
+        return [self._leaving(part) for part in mx.split(self._product(x), ends, axis=-1)]
 
     def logits(self, x: mx.array) -> mx.array:
         """See ``Matrix``."""
@@ -159,14 +197,19 @@ class PackedMatrix:
         return [array for array in arrays if array is not None]
 
 
+def _below(arrays: list[mx.array]) -> mx.array:
+    """Join arrays [places, rows, n] to [all rows, n]."""
+    return mx.concatenate(arrays, axis=1).reshape(-1, arrays[0].shape[-1])
+
+
 class Linear:
     """A projection: a matrix [O, I], and a bias [O]."""
 
     def __init__(self, matrix: Matrix, bias: mx.array | None) -> None:
-        self._matrix = matrix
-        self._bias = bias
+        self.matrix = matrix
+        self.bias = bias
 
     def multiply(self, x: mx.array) -> mx.array:
         """Return [..., O] for x [..., I]."""
-        product = self._matrix.multiply(x)
-        return product if self._bias is None else product + self._bias
+        product = self.matrix.multiply(x)
+        return product if self.bias is None else product + self.bias

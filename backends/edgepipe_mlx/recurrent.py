@@ -6,16 +6,20 @@ does not depend on its neighbours. T packed rows, N of them with one token, L to
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe_mlx.layer_graphs import Arrays
 from edgepipe_mlx.layer_weights import LayerWeights
 from edgepipe_mlx.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_mlx.states import LongRow, State, StateStep
+
+Advance = Callable[..., Arrays]
 
 _LENGTH_EPS = 1e-6  # epsilon in the length of queries and keys
 
@@ -30,7 +34,8 @@ class Convolution:
     def step(self, last: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
         """Convolve x [N, C] behind the inputs last [N, taps - 1, C]. Returns [N, C], and the inputs to keep."""
         window = mx.concatenate([last, x[:, None]], axis=1)
-        out = (window * self._weight.T).sum(axis=1)
+        taps = (window[:, tap] * self._weight[:, tap] for tap in range(self._weight.shape[1]))
+        out = reduce(mx.add, taps)  # which MLX fuses, unlike a sum over an axis
         return out if self._bias is None else out + self._bias, window[:, 1:]
 
     def whole(self, last: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -46,25 +51,37 @@ class Convolution:
 class RecurrentMixer:
     """The way of a step's rows through a mixer's two forms, and its products before and behind."""
 
-    def rows(self, x: mx.array, step: StateStep) -> mx.array:
-        """Compute x [T, H], and keep the states that the rows name. Returns [T, H]."""
-        made = self._input(x).astype(mx.float32)
-        return self._output(self._mixed(made, step).astype(x.dtype))
+    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return the products [T, F] float32 of x [T, H]."""
+        return [self._input(x).astype(mx.float32)]
 
-    def _mixed(self, made: mx.array, step: StateStep) -> mx.array:
+    def mix(self, made: mx.array, step: StateStep, advance: Advance) -> mx.array:
+        """Mix what entered with states, and keep those that the rows name. Returns [T, W].
+
+        advance  computes as ``self.advance`` does
+        """
         where = step.step
         if not where.long:
-            return self._singles(made, step)
+            return self._singles(made, step, advance)
         out = mx.zeros((made.shape[0], self._width()), mx.float32)
         if where.rows is not None:
-            out[where.rows] = self._singles(made[where.rows], step)
+            out[where.rows] = self._singles(made[where.rows], step, advance)
         for row in where.long:
             out[row.first : row.first + row.count] = self._long(made[row.first : row.first + row.count], row, step)
         return out
 
-    def _singles(self, made: mx.array, step: StateStep) -> mx.array:
-        out, after = self._step(made, step.pool.read(step.step.read))
-        step.keep(step.step.write, after)
+    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+        """Return the product [T, H] of what was mixed, in a type."""
+        return self._output(mixed[0].astype(dtype))
+
+    def advance(self, made: mx.array, *state: mx.array) -> list[mx.array]:
+        """Compute one token of N sequences with states [N, ...]. Returns [N, W], and the new states."""
+        out, after = self._step(made, state)
+        return [out, *after]
+
+    def _singles(self, made: mx.array, step: StateStep, advance: Advance) -> mx.array:
+        out, *after = advance(made, *step.pool.read(step.step.read))
+        step.keep(step.step.write, tuple(after))
         return out
 
     def _long(self, made: mx.array, row: LongRow, step: StateStep) -> mx.array:
@@ -120,7 +137,8 @@ class DeltaNetMixer(RecurrentMixer):
 
     def __init__(self, spec: DeltaNet, weights: LayerWeights) -> None:
         self._spec = spec
-        self._inputs = [weights.linear(f"linear_attn.in_proj_{name}") for name in ("qkv", "z", "b", "a")]
+        names = ("qkv", "z", "b", "a")
+        self._inputs = weights.joined([f"linear_attn.in_proj_{name}" for name in names], together=len(names))
         self._out = weights.linear("linear_attn.out_proj")
         self._convolution = Convolution(weights, "linear_attn.conv1d")
         self._dt_bias = weights.vector("linear_attn.dt_bias")
@@ -131,9 +149,11 @@ class DeltaNetMixer(RecurrentMixer):
         # Their norm leaves queries and keys with a length of K^(1/2). Keys get 1, and queries K^(-1/2).
         self._lengths = mx.array([1 / spec.key_dim, spec.key_dim**-0.5])[:, None, None]
         self._key_head = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
+        mx.eval(self._rates, self._lengths, self._key_head)  # compiled steps would compute them each time
 
     def _input(self, x: mx.array) -> mx.array:
-        return mx.concatenate([each.multiply(x) for each in self._inputs], axis=-1)
+        products = self._inputs.multiply(x)
+        return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
 
     def _output(self, x: mx.array) -> mx.array:
         return self._out.multiply(x)
@@ -152,7 +172,7 @@ class DeltaNetMixer(RecurrentMixer):
         size = spec.key_heads * spec.key_dim
         keys = mixed[:, : 2 * size].reshape(-1, 2, spec.key_heads, spec.key_dim)
         keys = mx.fast.rms_norm(keys, None, _LENGTH_EPS / spec.key_dim) * self._lengths
-        keys = keys[:, :, self._key_head]
+        keys = mx.take(keys, self._key_head, axis=2)
         values = mixed[:, 2 * size :].reshape(-1, spec.value_heads, spec.value_dim)
         return keys[:, 0], keys[:, 1], values
 
@@ -170,9 +190,12 @@ class DeltaNetMixer(RecurrentMixer):
         channels, z, beta, alpha = self._parts(made)
         mixed, last = self._convolution.step(last, channels)
         queries, keys, values = self._heads(nn.silu(mixed))
-        log_decay, beta = self._gates(alpha, beta)
-        decay = mx.exp(log_decay)[..., None]
-        error = (values - decay * (keys[..., None, :] @ memory).squeeze(-2)) * beta[..., None]
+        columns = alpha[..., None], beta[..., None], self._dt_bias[:, None], self._rates[:, None]
+        log_decay, beta = _delta_gates(
+            *columns
+        )  # [N, H, 1], as they are used: MLX fuses nothing over a change of shape
+        decay = mx.exp(log_decay)
+        error = (values - decay * (keys[..., None, :] @ memory).squeeze(-2)) * beta
         memory = _stepped(memory, decay[..., None], keys[..., None], error[..., None, :])
         out = (queries[..., None, :] @ memory).squeeze(-2)
         return self._gated(out, z), (last, memory)
@@ -200,6 +223,7 @@ class Mamba2Mixer(RecurrentMixer):
         self._norm = weights.vector("mamba.norm.weight")
         self._eps = weights.norm_eps
         self._group = mx.arange(spec.heads) // (spec.heads // spec.groups)
+        mx.eval(self._rates, self._group)  # compiled steps would compute them each time
 
     def _input(self, x: mx.array) -> mx.array:
         return self._in.multiply(x)
@@ -216,7 +240,8 @@ class Mamba2Mixer(RecurrentMixer):
     def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return x [T, H, D], B and C [T, H, N] of convolved channels."""
         spec = self._spec
-        both = mixed[:, self._width() :].reshape(-1, 2, spec.groups, spec.state_dim)[:, :, self._group]
+        groups = mixed[:, self._width() :].reshape(-1, 2, spec.groups, spec.state_dim)
+        both = mx.take(groups, self._group, axis=2)
         return mixed[:, : self._width()].reshape(-1, spec.heads, spec.head_dim), both[:, 0], both[:, 1]
 
     def _steps(self, dt: mx.array) -> mx.array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
     DeviceProfile,
+    DraftStep,
+    KernelError,
     LoadProgress,
     LogitEdits,
     PackedProducts,
+    SlowPath,
     Step,
     StepOutput,
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
-from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.spec.layout import is_expert
 from edgepipe.spec.memory_classes import memory_classes, stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
@@ -39,9 +45,11 @@ from edgepipe_torch.devices import host_device, make_device
 from edgepipe_torch.layers.candidates import Picked, Scored, pick, score
 from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.device import AllocatedSlice, Device, SliceSteps
+from edgepipe_torch.layers.drafting import Drafting, knows_any
 from edgepipe_torch.layers.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.layers.expert_uses import ExpertUses
 from edgepipe_torch.layers.head_shape import by_kind
+from edgepipe_torch.layers.host_copies import HostCopies
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
@@ -62,6 +70,7 @@ class StepTicket:
     is_logits: bool
     scored: Scored | None = None
     experts: ReadShare | None = None
+    kept: Tensor | None = None  # see ``StepOutput``
 
 
 class TorchBackend:
@@ -81,12 +90,17 @@ class TorchBackend:
         self.block_sizes = self._device.block_sizes
         self.max_submitted = self._device.transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
+        self.draft_model: DraftModel | None = None
         self._forget()
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
         found = self._device.profile()
-        return replace(found, packing=self._packing, kv_forms=(KV_8BIT,), keeps_states=True)
+        return replace(found, packing=self._packing, kv_forms=KV_FORMS, keeps_states=True)
+
+    def kernel_errors(self) -> Iterator[KernelError]:
+        """Compare the device's own kernels with float64. See ``CheckingBackend``."""
+        return self._device.kernel_errors()
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -127,6 +141,10 @@ class TorchBackend:
         """Wait until the repacked weights of the loaded slices are on disk. Raises TimeoutError."""
         self._device.wait_until_kept(timeout_s)
 
+    def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
+        """Return what makes steps of the loaded layers slow. See ``ExplainingBackend``."""
+        return tuple(self._device.slow_paths(list(self._weights.values()), block_size))
+
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallbacks last."""
         found = {each for part in self._weights.values() for linear in part.packed for each in linear.products}
@@ -138,11 +156,17 @@ class TorchBackend:
         return block_size * config.kv_bytes_per_token(layers, form=self._kv or dtype_name(self._device.dtype))
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._steps, self._states = {}, {}, {}
+        self._pools, self._steps, self._states, self._host_copies = {}, {}, {}, None
         spare = self._device.pads_steps(block_size)
         parts = [decoder.part for decoder in self._decoders.values()]
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
@@ -164,6 +188,9 @@ class TorchBackend:
                 for index, own in self._weights.items()
                 if own.mixers
             }
+            stored = [each for pool in self._pools.values() for each in pool.stored]
+            stored += [each for states in self._states.values() for each in states.stored(1 + len(window_blocks))]
+            self._host_copies = HostCopies(stored, host_places) if host_places else None
         self._state_slots = state_slots
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         with self._memory_errors("the checks of kernels", 0):
@@ -210,18 +237,33 @@ class TorchBackend:
         ends = self._ends[layout.slice_index]
         with torch.inference_mode():
             transfer.begin()
+            if self._host_copies is not None:
+                self._host_copies.move(layout.moves)
             for other in self._pools.values():
                 other.copy(layout.copies)
-            found = steps.replay(prepared, inputs)
+            states = self._states.get(layout.slice_index)
+            drafts = layout.next_ids is not None and decoder.predicts_more
+            found = None if drafts and knows_any(layout) else steps.replay(prepared, inputs)
             if found is not None:
-                return self._sampled(found, edits) if is_head else StepTicket(transfer.download(found), is_logits=False)
+                if not is_head:
+                    return StepTicket(transfer.download(found.output), is_logits=False)
+                kept = None
+                if drafts and found.finals is not None:
+                    kept = self._drafting(layout.slice_index).kept_of(found.finals, layout)
+                return replace(self._sampled(found.output, edits), kept=kept)
             hidden = self._device.workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
             ends.fill(inputs, hidden)
-            tensors = self._step_tensors(steps, prepared)
-            hidden = decoder.run(hidden, tensors, pool, self._states.get(layout.slice_index))
+            tensors = self._step_tensors(steps, prepared, states)
+            if drafts:
+                tensors.every_row = True
+            hidden = decoder.run(hidden, tensors, pool, states)
             if not is_head:
                 return StepTicket(transfer.download(ends.encode(hidden)), is_logits=False)
-            return self._leave(decoder, hidden, layout, edits)
+            if not drafts:
+                return self._leave(decoder, decoder.finals(hidden), layout, edits)
+            finals = decoder.finals(hidden).clone()
+            kept = self._drafting(layout.slice_index).follow(finals, layout, tensors)
+            return replace(self._leave(decoder, finals[tensors.logit_rows], layout, edits), kept=kept)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
@@ -232,7 +274,14 @@ class TorchBackend:
             output = StepOutput(logits=ticket.download.wait(), scores=scores)
         else:
             output = StepOutput(activations=ticket.download.wait().view(self._activation_type.numpy))
+        if ticket.kept is not None:
+            output = replace(output, kept=ticket.kept)
         return output if ticket.experts is None else replace(output, expert_share=ticket.experts.wait())
+
+    def draft(self, step: DraftStep) -> Sequence[TokenIds]:
+        """Guess tokens by the layer that predicts one token more. See ``DraftingBackend``."""
+        with torch.inference_mode():
+            return self._drafting(step.slice_index).guesses(step)
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
@@ -261,6 +310,7 @@ class TorchBackend:
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
         self._states: dict[int, StatePool] = {}  # only slices with recurrent layers
+        self._host_copies: HostCopies | None = None
 
     @property
     def _packing(self) -> str:
@@ -314,6 +364,7 @@ class TorchBackend:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 device=self._device.place,
+                form=self._kv,
             )
         return KVStorage(
             decoder.heads,
@@ -354,13 +405,28 @@ class TorchBackend:
                 fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
             )
 
-    def _leave(self, decoder: Decoder, hidden: Tensor, layout: StepLayout, edits: LogitEdits | None) -> StepTicket:
-        """hidden [R + S, H]: rows that are sampled from, then rows that are scored."""
-        num_sampled = hidden.shape[0] - (len(layout.scores.rows) if layout.scores is not None else 0)
+    def _drafting(self, index: int) -> Drafting:
+        decoder, pool = self._slice(index)
+        if not decoder.predicts_more:
+            raise ShardMismatch(f"slice {index} has no layer that predicts one token more")
+        return Drafting(decoder, pool, partial(self._drafting_tensors, self._steps[index]), self._device.transfer)
+
+    def _drafting_tensors(self, steps: SliceSteps, step: Step) -> StepTensors:
+        """Lay out a pass of the layer that predicts one token more, which has no state."""
+        assert self._rotations is not None
+        prepared = prepare_step(
+            step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks
+        )
+        return self._step_tensors(steps, prepared, None)
+
+    def _leave(self, decoder: Decoder, finals: Tensor, layout: StepLayout, edits: LogitEdits | None) -> StepTicket:
+        """finals [R + S, H]: rows that are sampled from, then rows that are scored, behind the final norm."""
+        num_sampled = finals.shape[0] - (len(layout.scores.rows) if layout.scores is not None else 0)
         scored = None
         if layout.scores is not None:
-            scored = score(hidden[num_sampled:], layout.scores, decoder.logits, self._device.transfer)
-        return self._sampled(decoder.logits(hidden[:num_sampled]), edits, scored)
+            finals = finals.clone()  # scoring takes a while, and other norms overwrite them
+            scored = score(finals[num_sampled:], layout.scores, decoder.logits_of, self._device.transfer)
+        return self._sampled(decoder.logits_of(finals[:num_sampled]), edits, scored)
 
     def _sampled(self, logits: Tensor, edits: LogitEdits | None, scored: Scored | None = None) -> StepTicket:
         """Start the transfer of logits [R, V], or of their candidates, to the host."""
@@ -368,9 +434,8 @@ class TorchBackend:
             return StepTicket(pick(logits, edits, self._device.transfer), is_logits=True, scored=scored)
         return StepTicket(self._device.transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, steps: SliceSteps, prepared: PreparedStep) -> StepTensors:
+    def _step_tensors(self, steps: SliceSteps, prepared: PreparedStep, states: StatePool | None) -> StepTensors:
         layout, upload = prepared.layout, self._device.transfer.upload
-        states = self._states.get(layout.slice_index)
         return StepTensors(
             classes=[
                 ClassTensors(upload(held.layout.slots), steps.attention(held)) for held in (prepared, *prepared.windows)

@@ -22,10 +22,10 @@ def make_device(options: BackendOptions) -> Device:
     place = _choose_place(options.device)
     is_cpu = place.type == "cpu"
     dtype = _choose_dtype(options.dtype, torch.float32 if is_cpu else torch.bfloat16)
-    packed, packed_kv = _keeps_packed(options), bool(checked_kv(options.kv))
+    packed, kv = _keeps_packed(options), checked_kv(options.kv)
     if is_cpu:
-        return CpuDevice(dtype, packed=packed, packed_kv=packed_kv)
-    return CudaDevice(place, dtype, packed=packed, packed_kv=packed_kv)
+        return CpuDevice(dtype, packed=packed, kv=kv)
+    return CudaDevice(place, dtype, packed=packed, packed_kv=bool(kv))
 
 
 def host_device() -> Device:

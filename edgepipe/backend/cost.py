@@ -6,7 +6,7 @@ The emulated backend and the simulator use the same model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.backend.types import Step
 from edgepipe.spec.expert_places import num_in_ram, split_kind, with_ram_percent
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import multiplied_parameters, used_expert_parameters
 from edgepipe.weights.resident import WIDE, resident_sizes
@@ -127,13 +128,17 @@ class CostModel:
             as_kv_bytes_per_token=as_kv_bytes_per_token,
             expert_skew=expert_skew,
         )
+        weights = replace(weights, draft=None)  # a draft model's process takes memory, and no time of a step
         self._kind = split_kind(kind)[0]
+        self._has_graphs = kv not in KV_FORMS  # CUDA attends to KV as codes without pages and graphs
         self._config = config
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
         kind, percent = split_kind(kind)
+        read_kind = device.reads_as if kind == "emulated" and device.reads_as else kind
+        self._read = resident_sizes(config, weights, kind=with_ram_percent(read_kind, percent), dtype=dtype)
         self._widened = resident_sizes(config, weights, kind=with_ram_percent(WIDE, percent), dtype=dtype)
-        self._widens_above = _WIDENS_ABOVE_ROWS.get(kind)
+        self._widens_above = _WIDENS_ABOVE_ROWS.get(read_kind)
         # size of the timed model over the config's
         self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
         own_kv = config.kv_bytes_per_token(form=kv or dtype) or 1  # a model without attention keeps none
@@ -185,14 +190,14 @@ class CostModel:
 
     def _cost(self, layers: LayerRange, share: float, *, head: bool) -> SliceCost:
         """Return the cost of ``share`` times the layers."""
-        device, sizes = self._device, self._sizes
+        device, sizes = self._device, self._read
         run = slice(layers.start, layers.end)
         layer_bytes, wide_bytes = share * sum(sizes.layers[run]), share * sum(self._widened.layers[run])
         expert_bytes = share * sum(sizes.experts[run])
         head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if head else 0.0
         specs, moved = self._config.layers[run], self._moved[run]
         experts = next((spec.experts for spec in specs if spec.experts is not None), None)
-        head_bytes, wide_head_bytes = (self._sizes.head, self._widened.head) if head else (0, 0)
+        head_bytes, wide_head_bytes = (sizes.head, self._widened.head) if head else (0, 0)
         attention = [self._attention(layers, window, share) for window in self._windows(layers)]
         return SliceCost(
             read_s=self._read_s(layer_bytes - expert_bytes),
@@ -213,13 +218,22 @@ class CostModel:
             attention=tuple(attention),
             state_row_s=2 * share * _STATE_VALUE_BYTES * sum(self._states[run]) / device.bandwidth_bytes_per_s,
             state_token_s=_STATE_FLOPS * share * sum(self._states[run]) / device.flops,
-            step_overhead_s=device.step_overhead_s + share * len(layers) * device.layer_overhead_s,
-            row_overhead_s=device.sequence_overhead_s,
-            tile_steps=device.tile_steps,
+            step_overhead_s=device.step_overhead_s + share * sum(self._overhead_s(spec) for spec in specs),
+            row_overhead_s=device.sequence_overhead_s + share * len(layers) * device.layer_row_s,
+            launch_s=0.0 if self._has_graphs else device.step_overhead_s + share * len(layers) * device.launch_layer_s,
+            launch_row_s=0.0 if self._has_graphs else share * len(layers) * device.launch_row_s,
+            tile_steps=device.packed_tile_steps if layer_bytes < wide_bytes else device.tile_steps,
             widen_s=self._read_s(layer_bytes + wide_bytes) if layer_bytes < wide_bytes else 0.0,
             head_widen_s=self._read_s(head_bytes + wide_head_bytes) if head_bytes < wide_head_bytes else 0.0,
             widens_above_rows=self._widens_above,
         )
+
+    def _overhead_s(self, spec: LayerSpec) -> float:
+        """Return the seconds of a layer beside its reads."""
+        device = self._device
+        found = device.layer_overhead_s
+        found += device.experts_overhead_s if spec.experts is not None else 0.0
+        return found + (device.recurrent_overhead_s if spec.recurrent is not None else 0.0)
 
     def _windows(self, layers: LayerRange) -> list[int | None]:
         """Return the windows of some layers with attention, each once; one without limit if none has attention."""
@@ -275,6 +289,8 @@ class SliceCost:
     step_overhead_s: float
     row_overhead_s: float
     tile_steps: tuple[tuple[int, float], ...]
+    launch_s: float = 0.0  # least time of a step without graphs, whose kernels the host starts; 0: graphs start them
+    launch_row_s: float = 0.0  # the same, in addition for each sequence
     widen_s: float = 0.0  # reading packed layers and writing their values, in a step of many tokens
     head_widen_s: float = 0.0  # the head's
     widens_above_rows: int | None = None  # None: never
@@ -317,15 +333,20 @@ class SliceCost:
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of the step, without jitter: the device's, and those in which it waits for the CPU."""
-        read_s = self.read_s + self.expert_read_s * self.distinct_share(work.tokens)
-        seconds = max(read_s * self._stretch(work.tokens), self.token_s * work.tokens)
+        share = self.distinct_share(work.tokens)
+        read_s = self.read_s * self._stretch(work.tokens)
+        if share:
+            each = round(work.tokens * self.expert_share / share)  # tokens of an expert that is read
+            read_s += self.expert_read_s * share * self._stretch(each)
+        seconds = max(read_s, self.token_s * work.tokens)
         seconds += self.widen_s if self._widens(work.tokens) else 0.0
         if work.logit_rows:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
             seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
         seconds += sum(attention.step_s(work) for attention in self.attention)
         seconds += max(self.state_row_s * work.rows, self.state_token_s * work.tokens)
-        return seconds + self.wait_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
+        seconds = seconds + self.wait_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
+        return max(seconds, self.launch_s + work.rows * self.launch_row_s)
 
     def _widens(self, rows: int) -> bool:
         return self.widens_above_rows is not None and rows > self.widens_above_rows

@@ -12,14 +12,24 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
 _DESKTOP_BYTES = 1_500_000_000  # part of a GPU's memory that windows, a browser and workspaces take
-# Share of the data sheet's memory rate that streaming reads reach, and a layer's time beside its reads (some 20
-# kernels). NVIDIA's are the least squares of decode rates of dense models on an RTX 4090: docs/benchmarks.md.
-_BANDWIDTH_EFFICIENCY = 0.85
-_GPU_BANDWIDTH_EFFICIENCY, _GPU_LAYER_S = 0.96, 44e-6
+# No GPU and no Mac has measured these constants. They follow from the compiled kernels and from counts of launches:
+# docs/architecture/planner.md#data-sheets. Where the arithmetic leaves a choice, they are the slower side.
+_BANDWIDTH_EFFICIENCY = 0.85  # share of the data sheet's memory rate that streaming reads reach
+_GPU_BANDWIDTH_EFFICIENCY, _HOPPER_BANDWIDTH_EFFICIENCY = 0.93, 0.60  # one block an SM holds too little for HBM3
+_APPLE_BANDWIDTH_EFFICIENCY = 0.71
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach
+_GPU_MATRIX_EFFICIENCY = 0.75
+# Starts and tails of kernels, 2.5 us each: 19 in a dense layer, 8 more with experts, 10 more in recurrent ones.
+_GPU_LAYER_S, _GPU_EXPERTS_S, _GPU_RECURRENT_S = 49e-6, 21e-6, 25e-6
+_GPU_STEP_S = 1.3e-3  # the process around a step: inputs, launch, candidates, sampling
+# Measured on an H100's host with SmolLM2 (docs/experiments.md): steps without graphs, of one sequence and of sixteen.
+CUDA_LAUNCH_LAYER_S, CUDA_LAUNCH_ROW_S = 400e-6, 76e-6
+# Building the graph of a layer and starting its kernels, for one row and for each more.
+_APPLE_LAYER_S, _APPLE_ROW_S, _APPLE_STEP_S = 60e-6, 14e-6, 0.5e-3
 
 # (first number of tokens, factor): step time jumps at tile edges, as measured on an L20.
 _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
+_CUDA_PACKED_TILES = ((9, 1.16), (17, 1.35), (33, 1.56))  # packed weights: instructions of the compiled kernels
 
 _ALIASES = {
     "auto": "rtx4090",
@@ -41,6 +51,7 @@ _COUNTED = re.compile(  # "4x m4" is four; "7900 XTX" is one device
 _CPU_CORES, _CPU_GB = 8, 32  # defaults of a processor named alone
 _CORE_BYTES_PER_S, _CORE_FLOPS = 12e9, 110e9  # one core: streaming reads; products with AVX2 at 3.5 GHz
 _SIZED = re.compile(r"(?P<name>.+?)[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?", flags=re.IGNORECASE)  # a device and its memory
+_ADDED_TO_NAMES = re.compile(r"emulated|nvidia|amd|sxm\d?|pcie|hbm\w*|\d+gb")  # by drivers
 _PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
 _MOST_DEVICES = 256  # longest list; prevents a typing error from creating a thousand stages
 
@@ -57,10 +68,21 @@ class DeviceModel:
     layer_overhead_s: float  # time per layer and step
     sequence_overhead_s: float = 0.0  # time per sequence and step, for attention that runs per sequence
     tile_steps: tuple[tuple[int, float], ...] = ()
+    packed_tile_steps: tuple[tuple[int, float], ...] = ()  # the same of packed weights
+    experts_overhead_s: float = 0.0  # time per layer with experts and step, in addition
+    recurrent_overhead_s: float = 0.0  # time per recurrent layer and step, in addition
+    layer_row_s: float = 0.0  # time per layer and sequence, in addition
+    # Time of the host that starts a layer's kernels one by one, and in addition for each sequence, whose attention has
+    # kernels of its own. Steps without graphs take at least that. 0: the other overheads have it.
+    launch_layer_s: float = 0.0
+    launch_row_s: float = 0.0
+    reads_as: str = ""  # kind of packing whose bytes it reads (``edgepipe.weights.resident``); empty: those of the file
     jitter: float = 0.0  # coefficient of variation of step times; their mean stays
     shared_memory: bool = False  # the device uses the machine's memory; macOS gives the GPU three quarters
     ram_bytes: int = 0  # free memory of the machine for experts beside the device; 0: it cannot keep experts there
     ram_bytes_per_s: float = 0.0  # rate at which the machine's CPU reads experts; 0: not known
+    # Rate of copies between the device and host memory: pinned memory over PCIe 4 x16, where nothing else is known.
+    host_link_bytes_per_s: float = 24e9
 
     @property
     def usable_bytes(self) -> int:
@@ -75,10 +97,16 @@ def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: floa
         name=name,
         memory_bytes=int(memory_gb * 1e9),
         bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _GPU_BANDWIDTH_EFFICIENCY,
-        flops=peak_tflops * 1e12 * _MATRIX_EFFICIENCY,
-        step_overhead_s=60e-6,
+        flops=peak_tflops * 1e12 * _GPU_MATRIX_EFFICIENCY,
+        step_overhead_s=_GPU_STEP_S,
         layer_overhead_s=_GPU_LAYER_S,
+        experts_overhead_s=_GPU_EXPERTS_S,
+        recurrent_overhead_s=_GPU_RECURRENT_S,
+        launch_layer_s=CUDA_LAUNCH_LAYER_S,
+        launch_row_s=CUDA_LAUNCH_ROW_S,
         tile_steps=_CUDA_TILES,
+        packed_tile_steps=_CUDA_PACKED_TILES,
+        reads_as="torch-cuda",
         ram_bytes=_PC_RAM_BYTES,
         ram_bytes_per_s=_PC_RAM_BYTES_PER_S,
     )
@@ -88,13 +116,16 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
     return DeviceModel(
         name=name,
         memory_bytes=int(memory_gb * 1e9),
-        bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _BANDWIDTH_EFFICIENCY,
+        bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _APPLE_BANDWIDTH_EFFICIENCY,
         flops=peak_tflops * 1e12 * _MATRIX_EFFICIENCY,
-        step_overhead_s=250e-6,
-        layer_overhead_s=20e-6,
+        step_overhead_s=_APPLE_STEP_S,
+        layer_overhead_s=_APPLE_LAYER_S,
         sequence_overhead_s=10e-6,
+        layer_row_s=_APPLE_ROW_S,
         tile_steps=((33, 1.15),),
+        packed_tile_steps=((33, 1.15),),
         shared_memory=True,
+        reads_as="mlx",
     )
 
 
@@ -123,10 +154,12 @@ def _gpus() -> dict[str, DeviceModel]:
         "a100-80g": ("A100 80GB", 80, 2039, 312),
         "h100": ("H100 80GB", 80, 3350, 989),
     }
-    return {
+    found = {
         key: _gpu(f"NVIDIA {name}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops)
         for key, (name, memory, rate, flops) in table.items()
     }
+    hopper_bytes_per_s = 1e9 * table["h100"][2] * _HOPPER_BANDWIDTH_EFFICIENCY
+    return found | {"h100": replace(found["h100"], bandwidth_bytes_per_s=hopper_bytes_per_s)}
 
 
 def _radeons() -> dict[str, DeviceModel]:
@@ -254,6 +287,24 @@ def named_device(text: str) -> DeviceModel:
     return replace(models[found["name"]], memory_bytes=int(found["gb"]) * 10**9)
 
 
+def reported_device(name: str) -> DeviceModel | None:
+    """Return the data sheet of a device by the name that its driver reports; None if the table lacks it.
+
+    Drivers may add the memory's size and kind and the form of the card. With any other word, such as "Laptop" or "Ti",
+    it is another device.
+    """
+    reported = _words(name)
+    for model in device_models().values():
+        words = _words(model.name)
+        if words <= reported and all(_ADDED_TO_NAMES.fullmatch(word) for word in reported - words):
+            return model
+    return None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.sub(r"[-_()]", " ", name.lower()).split())
+
+
 def parse_devices(text: str) -> tuple[str, ...]:
     """Parse ``"4x rtx4090"``, ``"2x m4max, 1x rtx4090"``, ``"m4, m4"`` to one key per device. Raises ConfigInvalid."""
     keys: list[str] = []
@@ -280,6 +331,8 @@ def adjusted(device: DeviceModel, settings: Mapping[str, str]) -> DeviceModel:
     found: dict[str, Any] = {
         field: parse(settings[key]) for key, (field, parse) in _adjustments().items() if key in settings
     }
+    if "tile_steps" in found:
+        found["packed_tile_steps"] = found["tile_steps"]
     changed = replace(device, **found)
     if changed.memory_bytes <= 0 or changed.bandwidth_bytes_per_s <= 0 or changed.flops <= 0:
         raise ConfigInvalid("an emulated device needs memory, bandwidth and flops above zero")
@@ -310,6 +363,7 @@ def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
         "flops": ("flops", number_setting),
         "ram": ("ram_bytes", parse_bytes),
         "ram_bandwidth": ("ram_bytes_per_s", parse_bytes),
+        "host_link": ("host_link_bytes_per_s", parse_bytes),
         "step_overhead": ("step_overhead_s", parse_duration_s),
         "layer_overhead": ("layer_overhead_s", parse_duration_s),
         "sequence_overhead": ("sequence_overhead_s", parse_duration_s),

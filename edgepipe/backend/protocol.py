@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
     DeviceProfile,
+    DraftStep,
+    KernelError,
     LoadProgress,
     LogitEdits,
     PackedProducts,
+    SlowPath,
     Step,
     StepOutput,
     TokenIds,
@@ -33,6 +37,11 @@ class Backend(Protocol):
     max_submitted: int  # maximum number of submitted, uncollected steps: 2 on CUDA and MLX, 1 on CPUs with torch
     picks_candidates: bool  # the head's slice takes edits and returns candidates, where moving logits is expensive
 
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """A model that drafts for the loaded one, on the stage with the head. None without one."""
+        ...
+
     def profile(self) -> DeviceProfile:
         """Measure the device: memory, bandwidth, matrix rate. Takes at most 2 s. Raises BackendUnavailable."""
         ...
@@ -53,7 +62,13 @@ class Backend(Protocol):
         ...
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         """Allocate the KV pool, or the slots of states, of every loaded layer. Later calls allocate none. Raises
         DeviceOutOfMemory.
@@ -61,6 +76,8 @@ class Backend(Protocol):
         window_blocks  blocks of each windowed class (``model.memory_classes``), whose layers then find their KV by the
                        rows' ``windows``; empty: every layer has ``num_blocks`` and finds it by ``runs``
         state_slots    of each recurrent layer, which the rows' ``state`` names
+        host_places    blocks of each class in host memory, and slots of states if the model has any, in the order of
+                       ``TierMove.number``; empty: steps have no moves
         """
         ...
 
@@ -69,7 +86,7 @@ class Backend(Protocol):
         ...
 
     def submit(self, prepared: Prepared, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> Ticket:
-        """Apply the step's copies and start the step. May return before it is done.
+        """Apply the step's moves and copies and start the step. May return before it is done.
 
         Steps that use the same block or slot come in step order; others may pass one another.
 
@@ -95,6 +112,44 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release all memory. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class DraftingBackend(Protocol):
+    """A backend that computes a layer that predicts one token more (``LayerSpec.mtp``)."""
+
+    def draft(self, step: DraftStep) -> Sequence[TokenIds]:
+        """Guess the tokens behind each row by that layer, most likely ones; called on the compute thread.
+
+        The layer computes keys and values of a row's known tokens, and of all guesses but the last. A later draft or
+        step overwrites those of guesses. Waits for the device. Raises ShardMismatch if the slice has no such layer,
+        StepFailed if blocks do not cover the tokens.
+        """
+        ...
+
+
+@runtime_checkable
+class CheckingBackend(Protocol):
+    """A backend that compares its own kernels with exact results."""
+
+    def kernel_errors(self) -> Iterator[KernelError]:
+        """Compare each kernel with float64 on random inputs, one after another. Nothing may be loaded.
+
+        Compiles what is not yet compiled: up to two seconds a kernel. Raises StageError if the device stops.
+        """
+        ...
+
+
+@runtime_checkable
+class ExplainingBackend(Protocol):
+    """A backend that tells why its steps are slow."""
+
+    def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
+        """Return what makes steps of the loaded layers slow, with KV blocks of a size; on the compute thread.
+
+        May take seconds.
+        """
         ...
 
 

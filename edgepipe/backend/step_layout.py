@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun, RowState, ScoreRows, Step, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, RowState, ScoreRows, Step, StepRow, TierMove
 from edgepipe.errors import StepFailed
 
 Indices = npt.NDArray[Any]  # int32 or int64, as the backend's kernels take them
@@ -44,6 +44,8 @@ class StepLayout:
     num_sampled: int  # R
     scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
+    moves: tuple[TierMove, ...]
+    next_ids: Indices | None  # see ``Step``
     # The same step in each windowed memory class: ``slots`` and ``rows`` are those of the class, and the rows' lengths
     # count from the first token that the class's table names.
     windows: tuple[StepLayout, ...] = ()
@@ -83,6 +85,8 @@ def lay_out_step(
         num_sampled=len(step.logit_rows),
         scores=step.scores,
         copies=step.copies,
+        moves=step.moves,
+        next_ids=_next_ids(step, len(slots), dtype),
     )
     if not window_blocks:
         return layout
@@ -203,6 +207,14 @@ def _logit_rows(step: Step, num_tokens: int, dtype: type[np.int32] | type[np.int
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_tokens:
         raise StepFailed("logits of a row outside the step are wanted", fact=f"the step has {num_tokens} rows")
     return rows
+
+
+def _next_ids(step: Step, num_tokens: int, dtype: type[np.int32] | type[np.int64]) -> Indices | None:
+    if step.next_ids is None:
+        return None
+    if step.next_ids.shape != (num_tokens,):
+        raise StepFailed("a step's next tokens do not match its rows", fact=f"{step.next_ids.shape} of {num_tokens}")
+    return step.next_ids.astype(dtype)
 
 
 def _joined(parts: list[Indices], dtype: type[np.int32] | type[np.int64]) -> Indices:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from edgepipe.ids import SequenceId, StepId
 
@@ -56,6 +56,10 @@ class StageSettings:
     activation_type: ActivationType = ActivationType.BF16
     context_length: int = 0  # tokens per sequence; 0: the model's
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
+    most_slots: int = 0  # of recurrent layers' states; 0: no bound, see ``MemoryClasses.states``
+    kv_ram: str = ""  # host memory of each stage for idle KV: bytes, or "auto"; empty: none
+    draft_model: str = ""  # name of a second model, which drafts beside the stage with the head; empty: none
+    draft_hash: str = ""  # its content, as ``ServeSpec.manifest_hash``
 
     def dtype_on(self, own: str) -> str:
         """Return the dtype on a node or device with the dtype ``own``."""
@@ -63,8 +67,13 @@ class StageSettings:
 
     def of_backend(self) -> StageSettings:
         """Return the settings without those that a backend finds in its calls: the context decides the weights' config,
-        and ``allocate_kv`` names the block size."""
-        return replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE)
+        ``allocate_kv`` names the block size and the slots, and another process has the draft model."""
+        bare = replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE, most_slots=0, kv_ram="")
+        return replace(bare, draft_model="", draft_hash="")
+
+    def without_draft_model(self) -> StageSettings:
+        """Return the settings of a model that is served without a draft model."""
+        return replace(self, draft_model="", draft_hash="")
 
     def of_layer(self) -> StageSettings:
         """Return the settings of a measurement of one layer, whose activations are bf16."""
@@ -108,6 +117,25 @@ class PackedProducts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowPath:
+    """Something that makes a stage's steps slower than they are elsewhere. Texts are for people."""
+
+    what: str  # "decode steps run without CUDA graphs"
+    cost: str  # what it costs, as measured
+    reason: str  # why
+    remedy: str = ""  # command that makes the faster way available, if one does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelError:
+    """Largest error of one of the device's kernels against float64. Texts are for people."""
+
+    kernel: str  # "product Q4_K"
+    error: float = 0.0  # in units of its bound: the rounding of a result and of its sum
+    reason: str = ""  # why the kernel cannot run here; empty: it ran
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions(StageSettings):
     """Options of a stage process for its backend: the served model's settings, and those of the node.
 
@@ -133,6 +161,15 @@ class BlockCopy:
 
     source: int
     target: int
+
+
+class TierMove(NamedTuple):
+    """A copy of one block, or one slot of states, between the device and host memory, in every layer of its class."""
+
+    number: int  # memory class; behind the last one: the slots of states
+    place: int  # block or slot on the device
+    kept: int  # block or slot in host memory
+    out: bool  # to host memory; else back to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +271,51 @@ class Step:
     rows: tuple[StepRow, ...]
     logit_rows: npt.NDArray[np.int32]  # [R] packed indices of tokens that need logits; only for the head's slice
     copies: tuple[BlockCopy, ...] = ()  # set in the stage's first slice of the step only
+    moves: tuple[TierMove, ...] = ()  # the same; in order, before the copies
     scores: ScoreRows | None = None  # set for the head's slice only
+    # [T] the token behind each packed one, or ``UNKNOWN_ID``, or ``NO_DRAFT``. Only for the head's slice of a model
+    # whose last layer predicts one token more: that computes the keys and values of tokens whose next one is known.
+    next_ids: TokenIds | None = None
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return sum(row.num_tokens for row in self.rows)
+
+
+UNKNOWN_ID = -1
+"""In ``Step.next_ids``: the token behind is not known yet, and the output is kept for ``DraftRow``."""
+
+NO_DRAFT = -2
+"""In ``Step.next_ids``: nothing drafts for the sequence by that layer."""
+
+Kept: TypeAlias = Any
+"""The backend's own ``[U, H]``: the model's output behind its final norm. Can be sliced; used on the compute thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """Tokens of one sequence that are known, and how many to guess behind them."""
+
+    sequence: SequenceId
+    position: int  # of the first of the n tokens that ``kept`` belongs to
+    kept: tuple[Kept, ...]  # together [n, H], of one step's output or of several steps'
+    next_ids: TokenIds  # [n] the token behind each of them
+    depth: int  # tokens to guess, at least 1
+    runs: tuple[BlockRun, ...]  # the sequence's block table from token 0, covering position + n + depth - 1
+
+    @property
+    def end(self) -> int:
+        """Position behind the n tokens."""
+        return self.position + len(self.next_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStep:
+    """Guesses by a layer that predicts one token more, in the head's slice. It writes KV in that layer only."""
+
+    slice_index: int
+    rows: tuple[DraftRow, ...]  # each of another sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +326,7 @@ class StepOutput:
     logits: npt.NDArray[np.float32] | None = None  # [R, V], owned by the receiver, which overwrites it
     candidates: PickedCandidates | None = None  # candidates of R rows, if the backend picks them
     scores: TokenScores | None = None  # scores of given tokens, if requested
+    kept: Kept = None  # of the U tokens with ``UNKNOWN_ID`` in ``Step.next_ids``, in order; None: it has none
     expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
 
 

@@ -7,18 +7,18 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import IO
 
 HEAD = struct.Struct(">I")
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
     """Read the next frame; None at the end."""
     head = stream.read(HEAD.size)
     return stream.read(HEAD.unpack(head)[0]) if head else None
 
 
-def write_frame(stream: BinaryIO, data: bytes) -> None:
+def write_frame(stream: IO[bytes], data: bytes) -> None:
     """Write one frame."""
     stream.write(HEAD.pack(len(data)))
     stream.write(data)

@@ -43,7 +43,7 @@ def connect(
         return
     if warning:
         more = f"edgepipe stop {served.model}, then edgepipe serve {served.model} --context {2 * SMALL_CONTEXT}"
-        print(f"warning: {warning}\n   try: {more}", file=sys.stderr)
+        print(f"warning: {warning}\n   try: {more}, or a model that supports as much", file=sys.stderr)
     print("\n".join(settings.lines(served)))
 
 

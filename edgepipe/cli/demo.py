@@ -26,8 +26,8 @@ from edgepipe.safe_text import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from edgepipe.cli.admin import Admin
     from edgepipe.cli.local_cluster import LocalCluster, StartedNode
+    from edgepipe.link.admin_client import Admin
     from edgepipe.wire.engines import EngineState
     from edgepipe.wire.nodes import ClusterStatus
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.addresses import is_loopback
-from edgepipe.cli.admin import Admin, connect, no_node, status_if_running
+from edgepipe.cli.admin import connect, no_node, status_if_running
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
 from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
+from edgepipe.link.admin_client import Admin
 from edgepipe.store.typed_names import meant_names
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ async def _target(data_dir: Path, model: str) -> Target:
         return await _lan_target(data_dir, model)
     async with connect(data_dir) as admin:
         target = await _own_target(admin, model)
-        return replace(target, api_key=_given_key(data_dir) or read_key(data_dir))
+        return replace(target, api_key=given_key(data_dir) or read_key(data_dir))
 
 
-def _given_key(data_dir: Path) -> str:
+def given_key(data_dir: Path) -> str:
     """Return the API key of the settings. The key file of this machine's node never goes to other machines."""
     given = load_config({"data_dir": data_dir}).values.api_key
     return given[0] if given else ""
@@ -78,10 +79,10 @@ def served_engine(status: ClusterStatus, model: str, *, verb: str) -> EngineStat
     Raises ModelUnknown when several models are served and ``model`` is empty; it says to name one to ``verb``.
     """
     ready = [engine for engine in status.engines if engine.state == "ready"]
-    if not model and len(ready) > 1:
+    if not model and len({engine.model for engine in ready}) > 1:
         raise ModelUnknown(
             "several models are served",
-            fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
+            fact=f"served: {', '.join(sorted({engine.model for engine in ready}))}",
             next_step=f"name one: edgepipe {verb} MODEL",
         )
     named = {name: engine for engine in ready for name in (*engine.names, engine.model)}
@@ -108,7 +109,7 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
     if home_of(data_dir) is not None:
         raise no_node(data_dir)
     listen_s = load_config({"data_dir": data_dir}).values.listen_s
-    found, key = await browse(listen_s=listen_s), _given_key(data_dir)
+    found, key = await browse(listen_s=listen_s), given_key(data_dir)
     for announcement in found:
         base_url = f"http://{announcement.host}:{HTTP_PORT}"
         try:

@@ -21,7 +21,7 @@ from edgepipe.weights.repacked import REPACKED_FOLDER
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER
 
 _DATA = re.compile(
-    r"(identity|trust|chats"
+    r"(identity|trust|chats|batches"
     r"|(audit\.log|node\.log)(\.\d+)?|start\.log|service\.err|chat_history|daemon\.(lock|sock)"
     r"|(incarnation|addresses\.json|layers\.json|keep_alive\.json|served\.bin|api-key)(\.part)?)"
 )
@@ -73,7 +73,7 @@ def data_leftovers(data_dir: Path, *, others: Sequence[Path]) -> FoundFiles:
     ]
     made = _was_a_node(data_dir)
     own = tuple(entry for entry in entries if made and _DATA.fullmatch(entry.name))
-    leftover = Leftover(place=data_dir, paths=own, what="identity, trust, logs, conversations")
+    leftover = Leftover(place=data_dir, paths=own, what="identity, trust, logs, conversations, batches")
     return FoundFiles(
         leftovers=(leftover,) if own else (), foreign=tuple(entry for entry in entries if entry not in own)
     )

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import connect
 from edgepipe.cli.node_process import node_command, reported_error, silent_node
 from edgepipe.errors import EdgepipeError
+from edgepipe.link.admin_client import Admin
 
 if TYPE_CHECKING:
     from edgepipe.wire.nodes import ClusterStatus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from edgepipe.cli.options import (
     DataDir,
     Json,
     ModelsDir,
+    WithProgress,
     complete_known_model,
     complete_model,
     data_dir_of,
@@ -24,7 +26,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.files.progress import PullProgress
+    from edgepipe.files.progress import OnProgress, PullProgress
     from edgepipe.store.pull import PullResult
 
 app = typer.Typer(help="Models on this machine's disk.")
@@ -51,21 +53,54 @@ def pull(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     as_json: Json = False,
+    progress: WithProgress = False,
 ) -> None:
     """Fetch a model; an interrupted pull resumes. Of a repository with GGUF files of several types, one is fetched."""
     root, folder = models_dir_of(data_dir, models_dir), data_dir_of(data_dir)
-    result = pull_model(root, with_type(root, folder, model, as_json=as_json), dry_run=dry_run)
-    note = "" if dry_run else _template_note(result.path)
+    named, lines = with_type(root, folder, model, as_json=as_json), as_json and progress
+    if dry_run:
+        planned = pull_model(root, named, dry_run=True)
+        if as_json:
+            print_json(_result_row(planned) | {"note": ""})
+        else:
+            _print_plan(planned)
+        return
+    row = _pulled_by_node(folder, named, lines=lines) if _node_may_pull(named, models_dir) else None
+    if row is None:
+        result = pull_model(root, named, lines=lines)
+        row = _result_row(result) | {"note": _template_note(result.path)}
     if as_json:
-        print_json(_result_row(result) | {"note": note})
-    elif dry_run:
-        _print_plan(result)
+        print_json(row)
     else:
-        print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
-    if note and not as_json:
-        print(f"{one_line(result.model_id)}: {one_line(note)}", file=sys.stderr)
-    if not dry_run:
-        tell_node(folder)
+        already = "already " if row["already_here"] else ""
+        print(f"{one_line(row['model'])} is {already}here: {one_line(row['path'])}")
+        if row["note"]:
+            print(f"{one_line(row['model'])}: {one_line(row['note'])}", file=sys.stderr)
+    tell_node(folder)
+
+
+def _node_may_pull(model: str, models_dir: Path | None) -> bool:
+    """Return whether the node would pull the same into the same folder: from the hub, with the settings of both."""
+    from edgepipe.config import names_hub_settings
+    from edgepipe.store.pull import hub_source
+
+    return models_dir is None and hub_source(model) is not None and not names_hub_settings()
+
+
+def _pulled_by_node(data_dir: Path, model: str, *, lines: bool) -> dict[str, Any] | None:
+    """Pull as a task of this machine's node, with progress. Return its row; None if no node does it."""
+    from edgepipe.cli.models_task import pull_in_node
+
+    with _showing(model, lines=lines) as show:
+        return pull_in_node(data_dir, model, on_progress=show)
+
+
+def _showing(model: str, *, lines: bool) -> AbstractContextManager[OnProgress]:
+    """Return the display of a pull's progress: a bar on stderr, or ``lines`` of JSON on stdout."""
+    from edgepipe.cli.views.progress_bar import file_progress
+    from edgepipe.cli.views.progress_lines import ProgressLines
+
+    return contextlib.nullcontext(ProgressLines().show_pull) if lines else file_progress(model)
 
 
 def _template_note(path: Path) -> str:
@@ -104,9 +139,11 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
         raise typer.Abort from stopped
 
 
-def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
-    """Pull with a progress bar on stderr; after ^C, say how much is kept. Raises the errors of ModelStore.pull."""
-    from edgepipe.cli.views.progress_bar import file_progress
+def pull_model(root: Path, model: str, *, dry_run: bool = False, lines: bool = False) -> PullResult:
+    """Pull with a progress bar on stderr, or with ``lines`` of JSON on stdout; after ^C, say how much is kept.
+
+    Raises the errors of ModelStore.pull.
+    """
     from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.store.store import ModelStore
     from edgepipe.units import format_bytes
@@ -114,7 +151,7 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     store = ModelStore(root)
     store.tidy()
     try:
-        with file_progress(model) as show, line_if_slow(HUB_IS_SLOW) as answered:
+        with _showing(model, lines=lines) as show, line_if_slow(HUB_IS_SLOW) as answered:
 
             def on_progress(now: PullProgress) -> None:
                 answered()
@@ -128,8 +165,18 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 
 
 @app.command("list")
-def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
+def list_models(
+    known: Annotated[
+        bool, typer.Option("--known", help="List well-known models instead, and which of them fit this cluster.")
+    ] = False,
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    as_json: Json = False,
+) -> None:
     """List the models on the cluster's disks. Without a running node: this machine's models."""
+    if known:
+        _list_known(data_dir_of(data_dir), as_json=as_json)
+        return
     from edgepipe.cli.views.copies_view import copies_text, members_of
     from edgepipe.cli.views.model_rows import model_rows
     from edgepipe.store.store import ModelStore
@@ -166,6 +213,21 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     if begun := [row["model"] for row in rows if row["pull"] == "interrupted"]:
         name = one_line(begun[0])
         print(f"an interrupted pull goes on with: edgepipe models pull {name}; edgepipe models rm {name} deletes it")
+
+
+def _list_known(data_dir: Path, *, as_json: bool) -> None:
+    """List well-known models with their sizes and predicted speed. Raises NodeUnreachable."""
+    from edgepipe.cli.admin import ask_node
+    from edgepipe.cli.wizard.fits import HEADING, fitting_models
+    from edgepipe.link.admin_client import Admin
+
+    good, bad = fitting_models(ask_node(data_dir, Admin.status))
+    if as_json:
+        print_json([fit.to_json() for fit in (*good, *bad)])
+        return
+    print(HEADING)
+    for fit in (*good, *bad):
+        print(fit.text)
 
 
 @app.command()
@@ -245,12 +307,13 @@ def replicate(
     ] = 2,
     data_dir: DataDir = None,
     as_json: Json = False,
+    progress: WithProgress = False,
 ) -> None:
     """Copy a model's parts to other nodes' disks. Then no machine holds the only copy."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.views.copies_view import replicate_with_progress
 
-    made = run_async(replicate_with_progress(data_dir_of(data_dir), model, copies=copies))
+    made = run_async(replicate_with_progress(data_dir_of(data_dir), model, copies=copies, lines=as_json and progress))
     if as_json:
         print_json({"model": model, "copies": copies, "fetched": made})
     elif made:
@@ -283,8 +346,9 @@ def tell_node(data_dir: Path) -> None:
 
     if not socket_path(data_dir).exists():
         return
-    from edgepipe.cli.admin import Admin, ask_node
+    from edgepipe.cli.admin import ask_node
     from edgepipe.errors import EdgepipeError
+    from edgepipe.link.admin_client import Admin
 
     with contextlib.suppress(EdgepipeError):  # a node reads its disk again before it serves a model
         ask_node(data_dir, Admin.rescan_models)

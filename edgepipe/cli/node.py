@@ -8,27 +8,22 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from edgepipe.cli.node_process import start_in_background
+from edgepipe.cli.node_process import start_in_background, wait_until_gone
 from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of, given_flags
 from edgepipe.cli.output import print_json
-from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable
+from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.telemetry.log import show_held_lines
 
 if TYPE_CHECKING:
-    from edgepipe.cli.admin import Admin
     from edgepipe.daemon.node import NodeReady
+    from edgepipe.link.admin_client import Admin
 
 app = typer.Typer(help="This machine's node.")
-
-_STOP_S = 45.0  # a node's work moves to other nodes in 30 s; then children get 5 s until they are killed
-_LOOK_S = 0.05
 
 
 @app.callback()
@@ -111,6 +106,14 @@ def start(
             help="Number of disks for each part of a model served from this node.  [default: 2]",
         ),
     ] = None,
+    files_limit: Annotated[
+        str | None,
+        typer.Option("--files-limit", metavar="SIZE", help="Disk for files of batches.  [default: 20GB]"),
+    ] = None,
+    files_days: Annotated[
+        int | None,
+        typer.Option("--files-days", metavar="DAYS", help="Days until files of batches are deleted.  [default: 30]"),
+    ] = None,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most memory for models: 8GB.")
     ] = None,
@@ -158,6 +161,8 @@ def start(
             "models_dir": models_dir,
             "discovery": discovery,
             "copies": copies,
+            "files_limit_bytes": files_limit,
+            "files_days": files_days,
             "memory_limit_bytes": memory_limit,
             "threads": threads,
             "backend_options": backend_option or None,
@@ -269,18 +274,19 @@ def join(
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
     """Stop this machine's node. Others take over its work if they can; a second 'node stop' or ^C does not wait."""
-    from edgepipe.cli.admin import Admin, ask_node
+    from edgepipe.cli.admin import ask_node
+    from edgepipe.link.admin_client import Admin
 
     folder = data_dir_of(data_dir)
     if note := ask_node(folder, Admin.shut_down):
         print(f"the node is leaving: {note}", flush=True)
     try:
-        _wait_until_gone(folder)
+        wait_until_gone(folder)
     except KeyboardInterrupt:
         print("it stops at once", flush=True)
         with contextlib.suppress(NodeUnreachable):  # the node has just stopped
             ask_node(folder, Admin.shut_down)
-        _wait_until_gone(folder)
+        wait_until_gone(folder)
     print("the node has stopped")
 
 
@@ -315,19 +321,6 @@ async def _drain(admin: Admin, *, undo: bool, wait_s: float) -> None:
             fact=f"waited {wait_s:.0f} s; the node takes work again",
             next_step="see 'edgepipe status', start another node, or stop the model",
         ) from None
-
-
-def _wait_until_gone(data_dir: Path) -> None:
-    """Wait until the node has removed its lock, its last step. Raises ClusterError if that takes too long."""
-    deadline_s = time.monotonic() + _STOP_S
-    while (data_dir / "daemon.lock").exists():
-        if time.monotonic() > deadline_s:
-            raise ClusterError(
-                "the node has not stopped yet",
-                fact=f"{data_dir / 'daemon.lock'} is still there after {_STOP_S:.0f} s",
-                next_step="see 'edgepipe logs'",
-            )
-        time.sleep(_LOOK_S)
 
 
 def _show_ready(ready: Mapping[str, Any]) -> None:

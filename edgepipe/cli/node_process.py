@@ -6,13 +6,17 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgepipe.config import environment_with
 from edgepipe.errors import ClusterError, EdgepipeError, error_class
 
 _START_S = 60.0  # the first import of a backend, from a cold disk
+_STOP_S = 45.0  # a node's work moves to other nodes in 30 s; then children get 5 s until they are killed
+_LOOK_S = 0.05
 
 
 def node_command(*flags: str) -> list[str]:
@@ -33,8 +37,12 @@ def silent_node(log: Path, *, node: str, next_step: str) -> ClusterError:
     return ClusterError(f"node '{node}' did not start", fact=last[:200], next_step=next_step)
 
 
-def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> dict[str, Any]:
+def start_in_background(
+    data_dir: Path, flags: Sequence[str], *, name: str, variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Start this machine's node so that it outlives this process. Return its report and its ``pid``.
+
+    ``variables``: set in its environment beside those of this process.
 
     Raises the node's error, ClusterError with its last log line, or ConfigInvalid if the folder is another user's.
     """
@@ -48,6 +56,7 @@ def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> d
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
+            env=environment_with(variables or {}),
             start_new_session=True,  # ^C reaches the wizard alone
         )
     document = _first_document(process)
@@ -59,6 +68,19 @@ def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> d
         process.wait(_START_S)
         raise silent_node(log, node=name, next_step="edgepipe node start    (shows why)")
     return {**document, "pid": process.pid}
+
+
+def wait_until_gone(data_dir: Path) -> None:
+    """Wait until the node has removed its lock, its last step. Raises ClusterError if that takes too long."""
+    deadline_s = time.monotonic() + _STOP_S
+    while (data_dir / "daemon.lock").exists():
+        if time.monotonic() > deadline_s:
+            raise ClusterError(
+                "the node has not stopped yet",
+                fact=f"{data_dir / 'daemon.lock'} is still there after {_STOP_S:.0f} s",
+                next_step="see 'edgepipe logs'",
+            )
+        time.sleep(_LOOK_S)
 
 
 def _first_document(process: subprocess.Popen[bytes]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.spec.facts import KV_8BIT
+from edgepipe.spec.kv_forms import KV_FORMS
 
 DEGRADED_EXIT = 8
 """Exit code of a verb that shows warnings or problems of the cluster."""
@@ -25,11 +25,33 @@ ModelsDir = Annotated[
     typer.Option("--models-dir", metavar="FOLDER", help="Folder of the models.  [default: DATA_DIR/models]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+WithProgress = Annotated[
+    bool, typer.Option("--progress", help="With --json: print progress as JSON lines, then the result.")
+]
+Replicas = Annotated[
+    str,
+    typer.Option(
+        "--replicas",
+        metavar="[N|auto]",
+        help="Independent pipelines of the model on machines of their own: a number, or auto, as many as give the most "
+        "tokens per second of all chats.",
+        show_default=False,
+    ),
+]
 ObjectiveName = Annotated[
     str, typer.Option("--objective", metavar="GOAL", help="latency: speed of one chat; throughput: tokens/s of all.")
 ]
 KVForm = Annotated[
-    str, typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), or 8bit: less memory.")
+    str, typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), in 8bit or 4bit: less memory.")
+]
+KVRam = Annotated[
+    str,
+    typer.Option(
+        "--kv-ram",
+        metavar="[SIZE|auto|off]",
+        help="RAM of each stage for conversations that its device has no room for: 8GB, auto (a third of the free RAM "
+        "beside a GPU) or off.",
+    ),
 ]
 ExpertsInRam = Annotated[
     str,
@@ -57,9 +79,22 @@ def checked_dtype(dtype: str) -> str:
 
 def checked_kv(kv: str) -> str:
     """Check the value of ``--kv``. Return it, empty for auto. Raises ConfigInvalid."""
-    if kv not in ("auto", KV_8BIT):
-        raise ConfigInvalid(f"--kv cannot be '{kv}'", next_step=f"give auto or {KV_8BIT}")
+    if kv not in ("auto", *KV_FORMS):
+        raise ConfigInvalid(f"--kv cannot be '{kv}'", next_step=f"give auto, {' or '.join(KV_FORMS)}")
     return "" if kv == "auto" else kv
+
+
+def checked_kv_ram(text: str) -> str:
+    """Check the value of ``--kv-ram``. Return ``StageSettings.kv_ram``. Raises ConfigInvalid."""
+    from edgepipe.units import parse_bytes
+
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else ""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigInvalid as exc:
+        raise ConfigInvalid(f"--kv-ram cannot be '{text}'", next_step="give a size such as 8GB, auto or off") from exc
+    return str(num_bytes) if num_bytes else ""
 
 
 def data_dir_of(given: Path | None) -> Path:
@@ -109,3 +144,21 @@ def complete_known_model(incomplete: str) -> list[str]:
 
     known = [name for model in known_models() for name in (model.name, *model.also)]
     return list(dict.fromkeys([*complete_model(incomplete), *(name for name in known if name.startswith(incomplete))]))
+
+
+def checked_replicas(text: str, *, plan: str = "", first: str = "") -> tuple[int, bool]:
+    """Parse ``--replicas``: the number (0: not given), and whether the planner chooses it. Raises ConfigInvalid."""
+    from edgepipe.planner.replicas import MOST_REPLICAS
+
+    if not text:
+        return 0, False
+    for flag, given in (("--plan", plan), ("--first", first)):
+        if given and text != "1":
+            raise ConfigInvalid(f"--replicas and {flag} contradict each other", next_step="give one of them")
+    if text == "auto":
+        return 0, True
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
+        raise ConfigInvalid(
+            f"--replicas cannot be '{text}'", next_step=f"give auto or a number from 1 to {MOST_REPLICAS}"
+        )
+    return int(text), False

@@ -47,7 +47,7 @@ def _node_facts(status: ClusterStatus | None, home: str) -> list[tuple[str, str]
         return [("node", f"belongs to '{home}', but does not run" if home else "not running on this machine")]
     own = next((member.node for member in status.members if member.self), None)
     alive = sum(member.state == "alive" for member in status.members)
-    served = [engine.model for engine in status.engines if engine.state == "ready"]
+    served = sorted({engine.model for engine in status.engines if engine.state == "ready"})
     name = own.name if own else "this machine"
     facts = [
         ("node", f"'{name}' runs in cluster '{status.cluster_name}', {alive} node{'s' * (alive != 1)}"),

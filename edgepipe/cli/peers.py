@@ -52,7 +52,8 @@ def remove(
     data_dir: DataDir = None,
 ) -> None:
     """Remove a peer for ever: the cluster never accepts its key again."""
-    from edgepipe.cli.admin import Admin, ask_node
+    from edgepipe.cli.admin import ask_node
+    from edgepipe.link.admin_client import Admin
 
     others = {None: "", True: "keep", False: "drop"}[keep_added]
 
@@ -106,7 +107,8 @@ def log(
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:
-    from edgepipe.cli.admin import Admin, ask_node
+    from edgepipe.cli.admin import ask_node
+    from edgepipe.link.admin_client import Admin
 
     found = ask_node(data_dir_of(data_dir), Admin.peers)
     if as_json:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgepipe.cli.draft_models import with_draft_model
 from edgepipe.cli.options import (
     DataDir,
     Exclude,
@@ -15,10 +16,13 @@ from edgepipe.cli.options import (
     Json,
     KVForm,
     ObjectiveName,
+    Replicas,
     checked_dtype,
     checked_kv,
+    checked_replicas,
     complete_known_model,
     data_dir_of,
+    models_dir_of,
 )
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
@@ -49,6 +53,7 @@ def plan(
     ] = 0,
     concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats at the same time.")] = 16,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
+    replicas: Replicas = "",
     exclude: Exclude = "",
     first: First = "",
     layers: Annotated[
@@ -82,6 +87,14 @@ def plan(
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
     experts_in_ram: ExpertsInRam = "none",
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            metavar="SOURCE",
+            help="Count what drafts: mtp (the model's own layer), the name of a draft model, or off.",
+        ),
+    ] = "off",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
@@ -106,6 +119,9 @@ def plan(
         )
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
+    num_replicas, auto_replicas = checked_replicas(replicas, plan=layers, first=first)
+    if what_if and (num_replicas or auto_replicas):
+        raise ConfigInvalid("--what-if and --replicas contradict each other", next_step="give one of them")
     settings = StageSettings(dtype=checked_dtype(dtype), kv=checked_kv(kv))
     if emulate and dtype == "float32":
         raise ConfigInvalid(
@@ -121,13 +137,19 @@ def plan(
         experts_in_ram=checked_choice(experts_in_ram),
     )
     if emulate:
-        cluster = _imagined(model, emulate, link or "1gbit,0.3ms", settings.kv)
+        cluster = _imagined(model, emulate, link or "1gbit,0.3ms", settings.kv, mtp=draft == "mtp")
     else:
-        cluster = _surveyed(model, settings, data_dir, fresh=measure)
-    _tell_of_known_shape(cluster.model, on_no_disk=not emulate)
+        cluster = _surveyed(model, settings, data_dir, fresh=measure, mtp=draft == "mtp")
+    if draft not in ("mtp", "off"):
+        cluster = with_draft_model(cluster, draft, models_dir=None if emulate else models_dir_of(data_dir, None))
+    _tell_of_known_shape(cluster.model, on_no_disk=not emulate, measured=measure)
     check_has_experts(constraints.experts_in_ram, cluster.config)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
-    _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
+    cluster = _all_memory(cluster) if force else cluster
+    if auto_replicas or num_replicas > 1:
+        _show_layouts(cluster, demand, constraints, count=num_replicas, as_json=as_json)
+    else:
+        _show(cluster, demand, constraints, what_if=what_if, as_json=as_json)
 
 
 def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: int) -> Demand:
@@ -150,29 +172,31 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
     )
 
 
-def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
+def _imagined(model: str, devices: str, link: str, kv: str, *, mtp: bool) -> Cluster:
     from edgepipe.backend.devices import parse_devices
     from edgepipe.planner.cluster import known_cluster
+    from edgepipe.spec.drafting import drafting
     from edgepipe.store.typed_names import planned_name
     from edgepipe.units import parse_link
     from edgepipe.weights.mixes import named_model
 
     model = planned_name(model)
     config, weights = named_model(model)
+    config = drafting(config, model) if mtp else config
     return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights, kv=kv)
 
 
-def _surveyed(model: str, settings: StageSettings, data_dir: Path | None, *, fresh: bool) -> Cluster:
+def _surveyed(model: str, settings: StageSettings, data_dir: Path | None, *, fresh: bool, mtp: bool) -> Cluster:
     """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
     from edgepipe.cli.admin import ask_node
     from edgepipe.wire.surveys import cluster_of
 
     with make_console(stderr=True).status("measuring devices and links"):
         survey = ask_node(data_dir_of(data_dir), lambda admin: admin.survey(model, settings, fresh=fresh))
-    return cluster_of(survey)
+    return cluster_of(survey, mtp=mtp)
 
 
-def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
+def _tell_of_known_shape(model: str, *, on_no_disk: bool, measured: bool) -> None:
     """Say on stderr what differs from a plan of files: the sizes of some types, and that no machine has the model."""
     from edgepipe.store.known_models import known_models
     from edgepipe.weights.mixes import stand_in
@@ -185,6 +209,8 @@ def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
         notes.append(f"{kind.upper()} has no published rule: sizes are those of {near.upper()}")
     if on_no_disk:
         notes.append(f"no machine has it yet: edgepipe models pull {model}")
+        if not measured:
+            notes.append("--measure measures its layers on these machines")
     for note in notes:
         make_console(stderr=True).print(note, style="dim", soft_wrap=True)
 
@@ -227,6 +253,24 @@ def _show(cluster: Cluster, demand: Demand, constraints: Constraints, *, what_if
         print_json(preview_as_dict(shown))
         return
     for part in render_preview(shown):
+        console.print(part)
+
+
+def _show_layouts(cluster: Cluster, demand: Demand, constraints: Constraints, *, count: int, as_json: bool) -> None:
+    """Show ``count`` pipelines over disjoint machines; 0: as many as give most, beside the other numbers."""
+    from edgepipe.cli.views.layout_view import layouts_as_dict, render_layouts
+    from edgepipe.planner.replicas import best_layout, layout_of
+
+    found = (
+        (layout_of(demand, cluster.machines, cluster.links, constraints, count=count),)
+        if count
+        else best_layout(demand, cluster.machines, cluster.links, constraints)
+    )
+    if as_json:
+        print_json(layouts_as_dict(found, model=cluster.model))
+        return
+    console = make_console()
+    for part in render_layouts(found, model=cluster.model, concurrency=demand.concurrency):
         console.print(part)
 
 

@@ -16,9 +16,14 @@ from edgepipe.cli.options import (
     First,
     Json,
     KVForm,
+    KVRam,
     ObjectiveName,
+    Replicas,
+    WithProgress,
     checked_dtype,
     checked_kv,
+    checked_kv_ram,
+    checked_replicas,
     complete_known_model,
     data_dir_of,
     models_dir_of,
@@ -27,7 +32,7 @@ from edgepipe.cli.output import as_dict, make_console, print_json
 from edgepipe.errors import ConfigInvalid, ModelUnknown, PeerClosed
 
 if TYPE_CHECKING:
-    from edgepipe.cli.admin import Admin
+    from edgepipe.link.admin_client import Admin
     from edgepipe.wire.engines import EngineState, StageState
     from edgepipe.wire.serving import ServeRequest
 
@@ -66,6 +71,7 @@ def serve(
     ] = "",
     exclude: Exclude = "",
     first: First = "",
+    replicas: Replicas = "",
     objective: ObjectiveName = "",
     concurrency: Annotated[
         int, typer.Option("--concurrency", metavar="N", min=0, help="Chats at the same time; 0: automatic.")
@@ -74,7 +80,12 @@ def serve(
         str, typer.Option("--micro-batches", metavar="K", help="Number of micro-batches in flight, or auto.")
     ] = "auto",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="POLICY", help="Scheduler policy: throttled or sarathi.")
+        str,
+        typer.Option(
+            "--policy",
+            metavar="POLICY",
+            help="Scheduler policy: throttled, sarathi or sarathi-TOKENS; for batches alone temporal or auto.",
+        ),
     ] = "throttled",
     itl_goal: Annotated[
         str,
@@ -85,6 +96,16 @@ def serve(
             "later first words.",
         ),
     ] = "100ms",
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            metavar="SOURCE",
+            help="Where drafts of tokens come from, which one step verifies together: lookup (in the prompt and the "
+            "answer), mtp (a layer of the model, if it has one; takes memory), the name of a small model with the same "
+            "vocabulary (takes memory), auto (mtp if it fits, else lookup), or off.",
+        ),
+    ] = "auto",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
     ] = 0,
@@ -96,6 +117,7 @@ def serve(
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
+    kv_ram: KVRam = "off",
     experts_in_ram: ExpertsInRam = "none",
     template_keywords: Annotated[
         str,
@@ -122,6 +144,7 @@ def serve(
         bool, typer.Option("--yes", "-y", help="Fetch the model without a question if no machine has it.")
     ] = False,
     as_json: Json = False,
+    progress: WithProgress = False,
     data_dir: DataDir = None,
 ) -> None:
     """Load a model on the nodes. Returns when the model can answer."""
@@ -135,6 +158,14 @@ def serve(
         raise ConfigInvalid(f"--rebalance cannot be '{rebalance}'", next_step="give now, auto or off")
     if objective not in ("", "latency", "throughput"):
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
+    if rebalance and replicas:
+        raise ConfigInvalid(
+            "--rebalance and --replicas contradict each other",
+            fact="stages move, the number of pipelines stays",
+            next_step=f"edgepipe stop {model}, then serve it with --replicas",
+        )
+    num_replicas, auto_replicas = checked_replicas(replicas, plan=plan, first=first)
+    many = auto_replicas or num_replicas > 1  # replicas are for many chats
     request = serve_request(
         model,
         names=names or (),
@@ -143,10 +174,12 @@ def serve(
         micro_batches=micro_batches,
         policy=policy,
         itl_goal=itl_goal,
+        draft=draft,
         context=context,
         kv_tokens=kv_tokens,
         dtype=dtype,
         kv=kv,
+        kv_ram=kv_ram,
         experts_in_ram=experts_in_ram,
         activations=activations,
         template_keywords=template_keywords,
@@ -155,30 +188,32 @@ def serve(
         request.options,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
         first=first,
-        throughput=objective == "throughput",
+        throughput=objective == "throughput" or (many and not objective),
+        num_replicas=num_replicas,
         concurrency=concurrency,
     )
     request = replace(
         request,
         options=options,
         must_keep_context=bool(context),
+        auto_replicas=auto_replicas,
         rebalance=bool(rebalance),
         moves=Moves[_MOVES[rebalance]],
     )
 
     folder = data_dir_of(data_dir)
     try:
-        engine = ask_node(folder, lambda admin: serve_with_progress(admin, request))
+        engine = ask_node(folder, lambda admin: serve_with_progress(admin, request, lines=as_json and progress))
     except ModelUnknown as refused:
         from edgepipe.cli.offering import fetch_unserved
 
         fetched = fetch_unserved(model, folder, models_dir_of(data_dir, None), refused, yes=yes, as_json=as_json)
         again = replace(request, options=replace(options, model=fetched))
-        engine = ask_node(folder, lambda admin: serve_with_progress(admin, again))
+        engine = ask_node(folder, lambda admin: serve_with_progress(admin, again, lines=as_json and progress))
     if as_json:
         print_json(as_dict(engine))
     else:
-        print(f"{engine.model} is ready: {describe_stages(engine)}")
+        print(f"{engine.title} is ready: {describe_stages(engine)}")
 
 
 def serve_request(
@@ -190,10 +225,12 @@ def serve_request(
     micro_batches: str = "auto",
     policy: str = "throttled",
     itl_goal: str = "",
+    draft: str = "auto",
     context: int = 0,
     kv_tokens: int = 0,
     dtype: str = "auto",
     kv: str = "auto",
+    kv_ram: str = "off",
     experts_in_ram: str = "none",
     activations: str = "bf16",
     template_keywords: str = "",
@@ -217,10 +254,12 @@ def serve_request(
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
         itl_goal=itl_goal if itl_goal != DEFAULT_ITL_GOAL else "",
+        draft=draft if draft != "auto" else "",
         num_nodes=nodes,
         settings=StageSettings(
             dtype=checked_dtype(dtype),
             kv=checked_kv(kv),
+            kv_ram=checked_kv_ram(kv_ram),
             activation_type=ActivationType(activations),
             context_length=context,
         ),
@@ -232,10 +271,13 @@ def serve_request(
     return ServeRequest(plan=plan, options=options)
 
 
-async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineState:
-    """Serve, with a progress bar on stderr. Raises the node's error."""
+async def serve_with_progress(admin: Admin, request: ServeRequest, *, lines: bool = False) -> EngineState:
+    """Serve, with a progress bar on stderr, or with ``lines`` of JSON on stdout. Raises the node's error."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+    from edgepipe.cli.views.progress_lines import ProgressLines
+
+    printed = ProgressLines()
     console = make_console(stderr=True)
     columns = (
         BarColumn(bar_width=24),
@@ -247,6 +289,8 @@ async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineStat
         task = progress.add_task(f"asking for {request.options.model}", total=1.0)
         async for event in admin.serve(request):
             progress.update(task, description=event.message, completed=event.progress)
+            if lines:
+                printed.show(event.message, bytes_done=round(event.progress * 100), bytes_total=100)
             if event.note:
                 progress.console.print(event.note, markup=False, highlight=False, soft_wrap=True)
             if event.engine is not None:

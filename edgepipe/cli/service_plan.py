@@ -73,6 +73,7 @@ class ServiceSetup:
     install: tuple[tuple[str, ...], ...]  # commands after the file is written
     uninstall: tuple[tuple[str, ...], ...]  # commands before the file is removed
     forget: tuple[tuple[str, ...], ...]  # commands after the file is removed
+    restart: tuple[tuple[str, ...], ...]  # commands that stop the node in order and start it again
     status: tuple[str, ...]
     logs: tuple[str, ...]  # the command; the number of lines comes after it
 
@@ -122,6 +123,7 @@ def _systemd(machine: ServiceFacts, *, system: bool) -> ServiceSetup:
         install=(*linger, (*control, "daemon-reload"), (*control, "enable", "--now", unit)),
         uninstall=((*control, "disable", "--now", unit),),
         forget=((*control, "daemon-reload"),),
+        restart=((*control, "restart", unit),),
         status=(*control, "show", unit, "--property=ActiveState,SubState,MainPID,UnitFileState"),
         logs=(*journal, "--unit", unit, "--no-pager", "--lines"),
     )
@@ -152,6 +154,7 @@ def _launchd(machine: ServiceFacts) -> ServiceSetup:
         install=(("launchctl", "bootstrap", "system", str(path)), ("launchctl", "enable", target)),
         uninstall=(("launchctl", "bootout", target),),
         forget=(),
+        restart=(("launchctl", "bootout", target), ("launchctl", "bootstrap", "system", str(path))),
         status=("launchctl", "print", target),
         logs=("tail", str(machine.data_dir / "node.log"), "-n"),
     )

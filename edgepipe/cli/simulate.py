@@ -156,11 +156,12 @@ def _timed(runs: Sequence[Run]) -> RunReport:
     """Simulate pipelines that serve one workload together."""
     from dataclasses import replace
 
+    from edgepipe.simulation.batch_choice import simulate_auto
     from edgepipe.simulation.layouts import merged
     from edgepipe.simulation.simulator import simulate as simulate_run
 
     started_s = time.perf_counter()
-    reports = [simulate_run(run) for run in runs]
+    reports = [simulate_auto(run) if run.batch_way == "auto" else simulate_run(run) for run in runs]
     report = reports[0] if len(reports) == 1 else merged(reports)
     return replace(report, facts=replace(report.facts, real_s=time.perf_counter() - started_s))
 
@@ -176,6 +177,7 @@ def _fixed_micro_batches(text: str) -> int:
 
 def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     """Make one run per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
+    from edgepipe.backend.drafting import ImaginedDrafts
     from edgepipe.scheduler import make_policy
     from edgepipe.scheduler.pacing import parse_itl_goal
     from edgepipe.simulation.imagined import imagine
@@ -186,13 +188,18 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
     clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
-    shown = {key: settings[key] for key in ("devices", "layout", "link", "policy", "micro-batches", "jitter", "seed")}
+    shown = {
+        key: settings[key]
+        for key in ("devices", "layout", "link", "policy", "micro-batches", "draft", "jitter", "seed")
+    }
     return [
         Run(
             cluster=imagine(each),
             workload=share,
             policy=make_policy(settings["policy"]),
             itl_goal_s=parse_itl_goal(settings["itl-goal"]),
+            batch_way=settings["policy"] if settings["policy"] in ("temporal", "auto") else "",
+            drafts=None if settings["draft"] == "off" else ImaginedDrafts.of(settings["draft"]),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
             settings={**shown, "model": settings["as-model"], "workload": workload.description},

@@ -10,8 +10,9 @@ from edgepipe.cli.output import as_dict, make_console, print_json
 
 def status(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show nodes, memory, stages, links, downloads. Exit code 8 if the cluster is degraded."""
-    from edgepipe.cli.admin import Admin, ask_node
+    from edgepipe.cli.admin import ask_node
     from edgepipe.cli.views.status_view import is_healthy, render_status
+    from edgepipe.link.admin_client import Admin
 
     found = ask_node(data_dir_of(data_dir), Admin.status)
     if as_json:

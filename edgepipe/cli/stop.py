@@ -11,7 +11,7 @@ from edgepipe.cli.output import print_json
 from edgepipe.errors import ConfigInvalid
 
 if TYPE_CHECKING:
-    from edgepipe.cli.admin import Admin
+    from edgepipe.link.admin_client import Admin
 
 
 def stop(

@@ -58,7 +58,7 @@ def uninstall(
         _stop_node(config.data_dir)
     for leftover in reversed(to_remove):  # models may lie in the data directory, which goes when it is empty
         _remove(leftover, data_dir=config.data_dir)
-    print("\nremoved. The program itself: pip uninstall edgepipe")
+    print(f"\nremoved. The program itself: {_remove_program()}")
     print("Other machines still trust this one's key: on one of them run 'edgepipe peers remove NAME'.")
 
 
@@ -125,6 +125,17 @@ def _print(found: FoundFiles, *, dry_run: bool) -> None:
             print(one_line(f"             {path}"))
         if len(found.foreign) > _MOST_SHOWN:
             print(f"             and {len(found.foreign) - _MOST_SHOWN} more")
+
+
+def _remove_program() -> str:
+    """Return the command that removes the program, as it was installed."""
+    from edgepipe.cli.installation import find_installation, remove_command
+    from edgepipe.errors import FeatureMissing
+
+    try:
+        return remove_command(find_installation())
+    except FeatureMissing as error:
+        return error.fact
 
 
 def _stop_node(data_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.plain_words import plain
 
 if TYPE_CHECKING:
+    from edgepipe.scheduler import Priority
     from edgepipe.simulation.imagined import ImaginedCluster
     from edgepipe.simulation.workload import Arrivals, Lengths, Workload
 
@@ -49,13 +51,25 @@ _CLUSTER = (
     ),
     _option("link", "LINK", str, "Link between any two devices: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
     _option("micro-batches", "K", str, "Number of micro-batches in flight, or auto.  [default: auto]"),
-    _option("policy", "POLICY", str, "Scheduler policy: throttled or sarathi.  [default: throttled]"),
+    _option(
+        "policy",
+        "POLICY",
+        str,
+        "Scheduler policy: throttled, sarathi or sarathi-TOKENS; for batches temporal or auto.  [default: throttled]",
+    ),
     _option("itl-goal", "TIME", str, "Time that prompts may add to a token of a chat, or off.  [default: 100ms]"),
+    _option(
+        "draft",
+        "DRAFTS",
+        str,
+        "Draft model: the share of its drafts that are right, and the time of each, such as 0.7,3ms; lookup; or off. "
+        " [default: off]",
+    ),
     _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
     _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),
     _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),
     _option("kv-tokens", "TOKENS", int, "KV cache of all conversations, in tokens.  [default: by memory]", min=1),
-    _option("kv", "FORM", str, "KV cache in the compute type (auto), or 8bit: less memory.  [default: auto]"),
+    _option("kv", "FORM", str, "KV cache in the compute type (auto), in 8bit or 4bit: less memory.  [default: auto]"),
 )
 _WORKLOAD = (
     _option(
@@ -64,6 +78,12 @@ _WORKLOAD = (
         str,
         "fixed (all at once), poisson (--rate), closed (--concurrency), or a trace: "
         "a file of lines arrival_s,prompt_tokens,output_tokens.",
+    ),
+    _option(
+        "priority",
+        "PRIORITY",
+        str,
+        "Priority of the requests: interactive or batch.  [default: batch for policies temporal and auto]",
     ),
     _option("requests", "N", int, "Number of requests.  [default: 256]", min=1),
     _option("rate", "R", float, "Requests per second, Poisson."),
@@ -81,6 +101,7 @@ CLUSTER_DEFAULTS = {
     "micro-batches": "auto",
     "policy": "throttled",
     "itl-goal": "100ms",
+    "draft": "off",
     "jitter": "0.05",
     "seed": "0",
 }
@@ -164,9 +185,21 @@ def make_workload_of(settings: Mapping[str, str]) -> Workload:
             lengths_name=settings.get("lengths", "fixed"),
             prefix_tokens=count_of(settings, "prefix-tokens", 0, least=0),
             num_prefixes=count_of(settings, "prefixes", 1),
+            priority=_priority(settings),
             seed=seed,
         )
     )
+
+
+def _priority(settings: Mapping[str, str]) -> Priority:
+    """Parse the priority of all requests. Raises ConfigInvalid."""
+    from edgepipe.scheduler import Priority
+
+    default = "batch" if settings.get("policy") in ("temporal", "auto") else "interactive"
+    name = settings.get("priority", default)
+    if name not in ("interactive", "batch"):
+        raise ConfigInvalid(f"no priority is called '{name}'", next_step="give --priority interactive or batch")
+    return Priority[name.upper()]
 
 
 def count_of(settings: Mapping[str, str], key: str, default: int, *, least: int = 1) -> int:
@@ -245,4 +278,4 @@ def _trace(path: Path, settings: Mapping[str, str], seed: int) -> Workload:
             fact=f"it is not {', '.join(WORKLOADS)}, and not a readable file: {plain(error)}",
             next_step="name one of them, or a file of lines arrival_s,prompt_tokens,output_tokens",
         ) from error
-    return read_trace(text.splitlines(), name=path.name, seed=seed)
+    return replace(read_trace(text.splitlines(), name=path.name, seed=seed), priority=_priority(settings))

@@ -57,7 +57,7 @@ class NodeBasis:
         )
         self.security = MutualTls(
             trust.key_pair,
-            callers=(ProcessKind.NODE, ProcessKind.ENGINE),
+            callers=(ProcessKind.NODE, ProcessKind.ENGINE, ProcessKind.GATEWAY),
             on_denied=self._on_denied,
             keepalive=watching.keepalive,
         )
@@ -86,6 +86,9 @@ class NodeBasis:
             http_origins=config.http_origins,
             api_keys=self.http_keys.keys,
             key_on_loopback=self.http_keys.on_loopback,
+            files_dir=str(self.data_dir.path / "batches"),
+            files_limit_bytes=config.files_limit_bytes,
+            files_days=config.files_days,
             node_name=config.name,
             cluster_id=self.hello.cluster_id,
             address=self.address,

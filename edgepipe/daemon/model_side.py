@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.cluster_views import ClusterViews
 from edgepipe.daemon.context import NodeBasis
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
+from edgepipe.daemon.files.batch_sources import BatchSources
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.network.guests import Guests
@@ -25,6 +27,8 @@ from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
+from edgepipe.daemon.tasks.commands import arguments_of
+from edgepipe.daemon.tasks.runner import Tasks
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeEvent, ServeRequest
@@ -51,16 +55,21 @@ class NodeHosting:
         self._layers = LayerProfiles(basis.data_dir.path / "layers.json")
         self.device = self._new_device()
         surveyor = Surveyor(presence.peers)
-        replanner = Replanner(peers=presence.peers, models=self.models, surveyor=surveyor)
+        replanner = Replanner(
+            peers=presence.peers, models=self.models, surveyor=surveyor, taken=self.book.nodes_of_others
+        )
         self.engines = self._new_engines(replanner)
         self._replan_watch = self._new_replan_watch(replanner)
         self.replication = self._new_replication()
         self.drain = self._new_drain(replanner)
         self._keeper = self._new_keeper()
         self._kept_models = KeptModelsFile(basis.data_dir.path / "keep_alive.json")
+        self.batches = BatchSources(basis.data_dir.path / "batches" / "files", local=self._local)
         self.gateway = self._new_gateway()
         self.serving = self._new_serving(surveyor)
+        self.commands = self._new_commands()
         presence.local.add_part(self._tell)
+        presence.local.add_part(self.batches.tell)
 
     async def start(self) -> None:
         """Start the gateway. Raises PortInUse and other errors that prevent the start."""
@@ -82,7 +91,8 @@ class NodeHosting:
             self._tasks.create_task(keeping, name=name)
 
     async def stop(self) -> None:
-        """End the engines first, then the stages, then the gateway."""
+        """End tasks and engines first, then the stages, then the gateway."""
+        await self.commands.stop()
         self.engines.hand_over()
         await self.device.release_all()
         await self._basis.children.stop_all("gateway")
@@ -218,6 +228,7 @@ class NodeHosting:
             views=self.views,
             requested=self,
             kept=self._kept_models,
+            batches=self.batches,
             tasks=self._tasks,
             local=self._local,
         )
@@ -233,4 +244,9 @@ class NodeHosting:
             book=self.book,
             surveyor=surveyor,
             tasks=self._tasks,
+            clock=self._basis.clock,
         )
+
+    def _new_commands(self) -> Tasks:
+        arguments = partial(arguments_of, data_dir=self._basis.data_dir.path, models_dir=self._basis.config.models_dir)
+        return Tasks(arguments=arguments, clock=self._basis.clock, ids=self._basis.ids, tasks=self._tasks)

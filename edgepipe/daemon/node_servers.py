@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 
 from edgepipe.addresses import with_port
 from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
@@ -13,6 +14,7 @@ from edgepipe.daemon.machine.log_tail import LogTail
 from edgepipe.daemon.model_side import NodeHosting
 from edgepipe.daemon.network.link_probes import ProbesService
 from edgepipe.daemon.offers import NodeLife
+from edgepipe.daemon.page_tickets import PageTickets
 from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.trust_service import TrustService
@@ -54,6 +56,7 @@ class NodeServers:
             proofs=presence.proofs,
             links=presence.links,
             replication=hosting.replication,
+            batches=hosting.batches,
             record_s=basis.timeouts.dead_max_s + basis.timeouts.connect_s,
         )
         admin = AdminService(
@@ -66,6 +69,8 @@ class NodeServers:
             drain=hosting.drain,
             replication=hosting.replication,
             presence=presence,
+            tickets=PageTickets(now_s=basis.clock.monotonic_s, new_token=lambda: secrets.token_urlsafe(32)),
+            tasks=hosting.commands,
         )
         trust = self._trust_service(presence, node_life)
         node_pb2_grpc.add_NodeServicer_to_server(node, server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Protocol
 
+from edgepipe.wire.batches import BatchReport
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterStatus, ClusterView
 from edgepipe.wire.serving import ServeEvent
@@ -108,6 +109,18 @@ class RequestedModels(Protocol):
 
     async def unload(self, model: str) -> None:
         """Stop a model that ``load`` served."""
+        ...
+
+
+class BatchReports(Protocol):
+    """Takes what the gateway reports of batches with copies; ``BatchSources``."""
+
+    def take(self, report: BatchReport) -> None:
+        """Take a report."""
+        ...
+
+    def forget(self) -> None:
+        """Take note that a new gateway has to report."""
         ...
 
 

@@ -13,12 +13,15 @@ from edgepipe.backend.types import StageSettings
 from edgepipe.cluster.admission import cluster_label
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.daemon.device.device import DeviceHost
+from edgepipe.daemon.files.batch_sources import BatchSources
+from edgepipe.daemon.files.draft_files import DraftFiles
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.machine.log_tail import LogTail
 from edgepipe.daemon.network.guests import Guests
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import ClusterSummary, NodeLife, Spreading
+from edgepipe.daemon.page_tickets import PageTickets
 from edgepipe.daemon.processes.children import Children
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.drain import Drain
@@ -26,9 +29,11 @@ from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serving import Serving
+from edgepipe.daemon.tasks.runner import Tasks
 from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
 from edgepipe.security.access import ProcessKind
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.batches import ReadBatchRequest
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.children import ChildReport, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
@@ -42,6 +47,7 @@ from edgepipe.wire.serving import (
     StartEngineRequest,
     VouchReply,
 )
+from edgepipe.wire.tasks import ServeChoices, TaskList
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -89,6 +95,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     proofs: AliveProofs
     links: LinkProbes
     replication: Replication
+    batches: BatchSources
     record_s: float  # how long a stage's request waits until this node believes that its engine is the right one
 
     async def Heartbeat(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.Beat]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,13 +120,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
         async with aclosing(fetching):
             async for progress in fetching:
                 yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
+        drafts = DraftFiles(self.models, wanted, wanted_by=self._other(request.hello))
+        async with aclosing(drafts.fetch()) as fetching:
+            async for progress in fetching:
+                yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
         preparing = self.device.prepare(
             wanted,
             engine_node=engine_node,
             path=str(model.path),
-            config=model.config,
+            config=model.as_placed([wanted.placement]).config,
             engine=engine,
-            weights=model.weights,
+            weights=model.drafted_by(drafts.model).weights,
+            draft_path=drafts.path,
         )
         async for event in preparing:
             yield to_wire(event, pb.PrepareEvent)
@@ -166,6 +178,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         if self.engines.state_of(wanted.pipeline_id) is not None:
             raise AccessDenied("the pipeline has its engine here already", fact=wanted.pipeline_id)
+        model = model.as_placed(held.spec.stages)
         await self.engines.start(
             replace(wanted, spec=held.spec), model_config=model.config_json, model_weights=model.weights_json
         )
@@ -229,6 +242,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         keeping = self.replication.keep(from_wire(request, KeepCopyRequest), asking=request.hello.node_id)
         async for progress in keeping:
             yield to_wire(progress, pb.PrepareProgress)
+
+    async def ReadBatch(self, request: pb.ReadBatchRequest, context: Any) -> AsyncGenerator[pb.BatchPart]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yield what the gateway of a batch's keeper lacks of it."""
+        self.admit(request)
+        caller = self.security.caller(context, ProcessKind.GATEWAY)
+        keeper = caller.node_id if caller is not None else None
+        async with aclosing(self.batches.read(from_wire(request, ReadBatchRequest), keeper=keeper)) as parts:
+            async for part in parts:
+                yield to_wire(part, pb.BatchPart)
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
         """Measure a layer of a shape on this node's device."""
@@ -328,6 +350,8 @@ class AdminService(node_pb2_grpc.AdminServicer):
     drain: Drain
     replication: Replication
     presence: Spreading
+    tickets: PageTickets
+    tasks: Tasks
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """Return the cluster as this node sees it."""
@@ -350,11 +374,12 @@ class AdminService(node_pb2_grpc.AdminServicer):
         )
         return to_wire(survey, pb.SurveyReply)
 
-    async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
-        """Measure the latency and rate of every link between nodes."""
+    async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.MeasuredLinks:
+        """Measure the latency and rate of every link between nodes, or return the last measurement."""
         admit_command_line(request)
-        links = await self.serving.measure_links()
-        return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
+        if not request.remembered:
+            await self.serving.measure_links()
+        return to_wire(self.serving.measured_links, pb.MeasuredLinks)
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all models."""
@@ -401,6 +426,38 @@ class AdminService(node_pb2_grpc.AdminServicer):
             await self.presence.spread()
             yield pb.GatewayReply()
             await asyncio.Event().wait()  # the command's end cancels this wait
+
+    async def IssueTicket(self, request: pb.TicketRequest, context: Any) -> pb.PageTicket:
+        """Return a ticket that opens the page once."""
+        admit_command_line(request)
+        return pb.PageTicket(ticket=self.tickets.issue())
+
+    async def RedeemTicket(self, request: pb.PageTicket, context: Any) -> pb.RedeemReply:
+        """Use a ticket up, for this node's gateway."""
+        admit_command_line(request)
+        return pb.RedeemReply(valid=self.tickets.redeem(request.ticket))
+
+    async def StartTask(self, request: pb.StartTaskRequest, context: Any) -> pb.TaskState:
+        """Start a command of edgepipe as a child process."""
+        admit_command_line(request)
+        choices = from_wire(request.choices, ServeChoices)
+        return to_wire(self.tasks.start(request.kind, request.model, choices), pb.TaskState)
+
+    async def CancelTask(self, request: pb.TaskRequest, context: Any) -> pb.TaskState:
+        """Interrupt a task."""
+        admit_command_line(request)
+        return to_wire(self.tasks.cancel(request.task_id), pb.TaskState)
+
+    async def GetTask(self, request: pb.TaskRequest, context: Any) -> pb.TaskState:
+        """Return a task with its result."""
+        admit_command_line(request)
+        return to_wire(self.tasks.get(request.task_id), pb.TaskState)
+
+    async def WatchTasks(self, request: pb.WatchTasksRequest, context: Any) -> AsyncGenerator[pb.TaskList]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yield all tasks, and again after each change."""
+        admit_command_line(request)
+        async for tasks in self.tasks.watch():
+            yield to_wire(TaskList(tasks=tasks), pb.TaskList)
 
 
 def admit_command_line(request: Any) -> None:

@@ -21,6 +21,7 @@ from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
+    HomeOpened,
     PipelineSpec,
     Registration,
     StageTimings,
@@ -32,6 +33,8 @@ from edgepipe.wire.plans import (
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
+Report = StepDone | StageTimings | HomeOpened
+
 
 class StageControl:
     """Sends plans in order and forwards reports during one epoch."""
@@ -40,7 +43,7 @@ class StageControl:
         self,
         site: StageSite,
         *,
-        on_report: Callable[[StageSite, StepDone | StageTimings], None],
+        on_report: Callable[[StageSite, Report], None],
         max_queued: int,
         security: Security,
         network: Network | None = None,
@@ -175,6 +178,8 @@ class StageControl:
             self._on_report(self.site, done_from_wire(report.step_done))
         elif kind == "timings":
             self._on_report(self.site, from_wire(report.timings, StageTimings))
+        elif kind == "home_opened":
+            self._on_report(self.site, from_wire(report.home_opened, HomeOpened))
         elif kind == "fault":
             raise self._fault(report)
 
@@ -221,6 +226,7 @@ class StepWriter:
             messages = forms.get((embeds, samples))
             if messages is None:
                 messages = registrations_to_wire(registrations, epoch=self._epoch, with_sampling=samples)
-                messages.append(step_to_wire(step, epoch=self._epoch, last_slice=last_slice, with_token_ids=embeds))
+                with_ids = embeds or (samples and step.has_windows)
+                messages.append(step_to_wire(step, epoch=self._epoch, last_slice=last_slice, with_token_ids=with_ids))
                 forms[embeds, samples] = messages
             stage.send(messages)

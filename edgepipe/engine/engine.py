@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -71,10 +71,11 @@ from edgepipe.link.shaped import Network
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.scheduler.pacing import parse_itl_goal
 from edgepipe.security.mutual_tls import Security
+from edgepipe.spec.drafting import draft_way
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
-from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
+from edgepipe.wire.engines import DraftState, EngineState, EngineTrace, ServeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,11 @@ class Engine:
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
         known = Nodes(addresses=nodes, names=node_names or {})
+        draft = draft_way(spec.draft)
+        if draft == "auto" and config.has_mtp:
+            draft = "mtp"  # the placement holds the model's own layer for drafts
+        if draft == "model" and not spec.settings.draft_model:
+            draft = "lookup"  # the draft model did not fit
         self._limits = limits or EngineLimits()
         self._timeouts = timeouts or EngineTimeouts()
         self._context = EngineContext(
@@ -152,6 +158,7 @@ class Engine:
             clock=clock,
             policy=policy or _policy(spec.policy, self._limits),
             itl_goal_s=parse_itl_goal(spec.itl_goal),
+            draft="" if draft == "off" else draft,
             limits=self._limits,
             timeouts=self._timeouts,
             network=network,
@@ -174,7 +181,9 @@ class Engine:
         self._kept: KeptKV | None = None  # KV of the last epoch that served
         # Epoch counter, and its steps in flight at the end.
         self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})
-        self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
+        self._table = RequestTable(
+            config=config, limits=self._limits, timeouts=self._timeouts, draft=self._context.draft
+        )
         self._intake: RequestIntake | None = None
         self._has_served = False  # a previous epoch has served
         self._stalled_since_s: float | None = None  # time since requests wait for a new epoch
@@ -196,6 +205,10 @@ class Engine:
             address=address,
             manifest_hash=spec.manifest_hash,
             template_keywords=spec.template_keywords,
+            num_replicas=spec.num_replicas,
+            replica=spec.replica,
+            replica_share=spec.replica_share,
+            drafts=DraftState(source=self._context.draft),
         )
         self._status = EngineStatus(base, on_state)
 
@@ -423,6 +436,9 @@ class Engine:
             self._status.note(
                 recoveries=counts.recoveries + (not self._core.moved), moves=counts.moves + self._core.moved
             )
+        drafts = counts.drafts
+        if drafts is not None and drafts.source == "model" and not placement.spec.settings.draft_model:
+            self._status.note(drafts=replace(drafts, source="lookup"))  # the draft model fits no more
         self._has_served = True
         self._show()
         self._table.attach(run.pump)

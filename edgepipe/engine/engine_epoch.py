@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.clock import Clock
+from edgepipe.engine.batch_ways import BatchWays
 from edgepipe.engine.control import StageControl
 from edgepipe.engine.groups import first_error
 from edgepipe.engine.kv_carryover import KeptKV, KVSince
@@ -18,7 +21,8 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
-from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
+from edgepipe.scheduler import HostRates, Policy, Scheduler, SchedulerLimits, SequenceEnded
+from edgepipe.scheduler.drafting import Drafting
 from edgepipe.security.mutual_tls import Security
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.memory_classes import memory_classes
@@ -26,6 +30,9 @@ from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import PipelineSpec, RingNeighbour
+
+_COPY_BYTES_PER_S = 10e9  # between a device and host memory: a careful figure for PCIe 4 x16
+_CHUNK_TOKENS = 512  # of a prompt, whose time says what a token takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,7 @@ class EngineContext:
     network: Network | None  # emulated to the stages of other nodes
     weights: WeightTable = FLOATS
     itl_goal_s: float | None = None  # time that prompts may add to a decode's turn; None: no bound
+    draft: str = ""  # what drafts tokens, see ``Registration``; empty: nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +91,12 @@ class EngineEpoch:
             slack_tokens=self.limits.slack_tokens if self.limits.windows else None,
         )
         self._most_in_flight = micro_batches.most
+        scheduler = Scheduler(self.limits, context.policy)
+        self._ways = BatchWays(spec.policy, scheduler, self.limits, micro_batches.pacer, context.clock)
+        if context.draft:
+            scheduler.set_drafting(Drafting(micro_batches.period_s, lambda: micro_batches.draft_s))
         self.pump = Pump(
-            scheduler=Scheduler(self.limits, context.policy),
+            scheduler=scheduler,
             micro_batches=micro_batches,
             epoch=epoch,
             num_slices=self._num_slices,
@@ -92,11 +104,13 @@ class EngineEpoch:
             clock=context.clock,
             timeouts=context.timeouts,
         )
+        if len(sites) == 1:
+            self.pump.plan_ahead()  # the stage that samples is the one that embeds
         self._controls = [
             StageControl(
                 site,
                 on_report=self.pump.on_report,
-                max_queued=self._most_in_flight + context.limits.max_queued_messages,
+                max_queued=2 * self._most_in_flight + context.limits.max_queued_messages,
                 security=context.security,
                 network=context.network if site.node_id != context.hello.node_id else None,
             )
@@ -123,8 +137,14 @@ class EngineEpoch:
                     tasks.create_task(self._open_stage(control, all_open), name=f"open:{control.site.index}")
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        self.pump.connect(self._controls, registration=registration, on_news=on_news, on_over=on_over)
+        follow = partial(self._pass_on, on_news) if self._ways.chooses else on_news
+        self.pump.connect(self._controls, registration=registration, on_news=follow, on_over=on_over)
         self._take_over()
+
+    def _pass_on(self, on_news: Callable[[StepNews], None], news: StepNews) -> None:
+        on_news(news)
+        if any(isinstance(event, SequenceEnded) for event in news.events):
+            self._ways.ended()
 
     async def _open_stage(self, control: StageControl, all_open: asyncio.Barrier) -> None:
         await control.open(
@@ -140,6 +160,7 @@ class EngineEpoch:
                     tasks.create_task(control.run(), name=f"control:{control.site.index}") for control in self._controls
                 ]
                 running.append(tasks.create_task(self.pump.run(), name="pump"))
+                running.append(tasks.create_task(self._ways.run(), name="batch-ways"))
                 await stopping.wait()
                 for task in running:
                     task.cancel()
@@ -233,6 +254,10 @@ class EngineEpoch:
                 node=smallest.node_name,
             )
         classes = memory_classes(self._context.config)
+        windows = classes.pools(num_blocks=num_blocks, block_size=settings.block_size)
+        host_blocks = min(site.max_host_blocks for site in self.sites)
+        if self._kept is not None and self._kept.pools.cached_blocks and self._kept.host_blocks <= host_blocks:
+            host_blocks = self._kept.host_blocks  # another number would empty the KV of all stages
         return SchedulerLimits(
             num_blocks=num_blocks,
             block_size=settings.block_size,
@@ -241,8 +266,10 @@ class EngineEpoch:
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             contiguous_kv=any(site.contiguous_kv for site in self.sites),
-            windows=classes.pools(num_blocks=num_blocks, block_size=settings.block_size),
-            states=classes.states(num_blocks=num_blocks, block_size=settings.block_size),
+            windows=windows,
+            host_places=classes.host_places(host_blocks, windows, block_size=settings.block_size),
+            host_rates=_host_rates(self.sites, self._context.itl_goal_s),
+            states=classes.states(num_blocks=num_blocks, block_size=settings.block_size, most=settings.most_slots),
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
@@ -258,6 +285,7 @@ class EngineEpoch:
             block_size=self.limits.block_size,
             window_blocks=tuple(pool.num_blocks for pool in self.limits.windows),
             state_slots=self.limits.states.num_slots if self.limits.states else 0,
+            host_places=self.limits.host_places,
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),
@@ -266,10 +294,26 @@ class EngineEpoch:
         )
 
     def _beside(self, site: StageSite, way: int) -> StageSite | None:
-        """Return the stage whose slices follow (``way`` 1) or come before (-1); None at the ends."""
+        """Return the stage whose slices follow (``way`` 1) or come before (-1); None if there is no other stage.
+
+        The first slice follows the last one: the tokens go home.
+        """
         holder = {part.index: each for each in self.sites for part in each.slices}
-        others = (holder.get(part.index + way, site) for part in site.slices)
+        others = (holder[(part.index + way) % len(holder)] for part in site.slices)
         return next((other for other in others if other is not site), None)
+
+
+def _host_rates(sites: Sequence[StageSite], goal_s: float | None) -> HostRates | None:
+    """Return the times of copies and of prompts; None if a device's times are not known."""
+    if not all(site.costs for site in sites):
+        return None
+    chunk = StepWork.of_rows([0], [_CHUNK_TOKENS], logit_rows=0)
+    return HostRates(
+        block_s=max(site.kv_block_bytes for site in sites) / _COPY_BYTES_PER_S,
+        slot_s=max(site.state_bytes for site in sites) / _COPY_BYTES_PER_S,
+        token_s=max(sum(cost.step_s(chunk) for cost in site.costs.values()) for site in sites) / _CHUNK_TOKENS,
+        goal_s=goal_s,
+    )
 
 
 def _neighbour(site: StageSite | None) -> RingNeighbour | None:

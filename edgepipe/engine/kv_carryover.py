@@ -22,6 +22,12 @@ class KeptKV:
     contiguous: bool
     since: KVSince
 
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of the context in the stages' host memory."""
+        host = self.pools.context.host
+        return host.num_places if host is not None else 0
+
     def is_worth(self, num_blocks: int) -> bool:
         """Return whether to keep the number of blocks although stages have room for ``num_blocks`` now.
 

@@ -21,20 +21,28 @@ class WindowSum:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._entries: deque[tuple[float, float]] = deque(maxlen=_WINDOW_ENTRIES)
+        self._entries: deque[tuple[float, float]] = deque()
+        self._sum = 0.0  # of the entries
 
     def add(self, amount: float) -> None:
         """Add ``amount`` at the current time."""
         self._entries.append((self._clock.monotonic_s(), amount))
+        self._sum += amount
+        if len(self._entries) > _WINDOW_ENTRIES:
+            self._drop()
 
     def per_second(self) -> float:
         """Return the mean rate over the window, or since the first entry if that is later (at least one second)."""
         now_s = self._clock.monotonic_s()
         while self._entries and self._entries[0][0] < now_s - _WINDOW_S:
-            self._entries.popleft()
+            self._drop()
         if not self._entries:
+            self._sum = 0.0  # so that no rounding stays
             return 0.0
-        return sum(amount for _, amount in self._entries) / max(1.0, now_s - self._entries[0][0])
+        return self._sum / max(1.0, now_s - self._entries[0][0])
+
+    def _drop(self) -> None:
+        self._sum -= self._entries.popleft()[1]
 
 
 def smooth(old: float, new: float) -> float:

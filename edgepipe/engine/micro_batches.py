@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from statistics import median_low
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from edgepipe.ids import StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.pacing import Pacer, RingTimes, most_prompt_steps
 from edgepipe.scheduler.sizing import (
+    Floats,
     LinkCurve,
     RingMeasurements,
     Sizer,
@@ -26,6 +29,9 @@ from edgepipe.scheduler.step_time import SliceTimes
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
+_MORE_ROWS = 32  # rows of windows in a step, beyond one for each sequence, whose times are predicted
+_CONTEXT = 1024  # tokens of the sequences in these predictions: windows read the KV once
+_DRAFT_TIMES = 9  # newest times of a draft whose median counts: the first one may wait for kernels to compile
 _ASSUMED_BYTES_PER_S = 10e6  # assumed rate of a link that has carried nothing yet
 
 
@@ -68,6 +74,11 @@ class MicroBatches:
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
+        self._periods_s: list[float] = []  # see ``period_s``, by rows
+        self._sheets: dict[int, tuple[tuple[float, ...], Floats]] = {}  # by slice: shares of experts, seconds by rows
+        self._predicts_windows = False  # a step has asked for drafts
+        self._drafts_asked: dict[StepId, int] = {}  # of the newest steps that ask for drafts
+        self._drafts_s: deque[float] = deque(maxlen=_DRAFT_TIMES)
         self.pacer = Pacer(
             RingTimes(
                 stages=[[self._times[index].expected_s for index in of_stage] for of_stage in slices],
@@ -86,7 +97,7 @@ class MicroBatches:
 
     @property
     def most(self) -> int:
-        """Upper bound of the steps in flight: M with decodes, and P with prompt tokens."""
+        """Upper bound of the steps in flight: M with decodes, and P with prompt tokens; without those planned ahead."""
         return (self._fixed or most_micro_batches(self._num_stages)) + most_prompt_steps(self._num_stages)
 
     @property
@@ -119,13 +130,32 @@ class MicroBatches:
         step_s = float(sum(curve.at(at)[0] for curve in curves)) if all(curve.known for curve in curves) else 0.0
         return step_s, self._links[stage].seconds(round(rows * self._row_bytes))
 
+    def period_s(self, rows: int) -> float:
+        """Return the seconds between two tokens of a sequence if each step has so many rows; 0 while not known."""
+        periods = self._periods_s
+        if not periods:
+            return 0.0
+        return periods[rows - 1] if rows <= len(periods) else periods[-1] * rows / len(periods)
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds that one draft takes, as measured; 0 before."""
+        return median_low(self._drafts_s) if self._drafts_s else 0.0
+
     def sent(self, step: ScheduledStep, now_s: float) -> None:
         """Record that a step's plans were sent."""
+        if step.drafts:
+            self._predicts_windows = True
+            self._drafts_asked[step.step] = sum(step.drafts)
+            if len(self._drafts_asked) > _MAX_STEPS:
+                del self._drafts_asked[next(iter(self._drafts_asked))]
         self._works[step.step] = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
         if len(self._works) > _MAX_STEPS:
             del self._works[next(iter(self._works))]
         if step.last_slice is None:
-            self._turns.sent(step.step, num_rows=step.num_rows, num_tokens=len(step.token_ids), now_s=now_s)
+            self._turns.sent(
+                step.step, num_rows=step.num_singles, num_tokens=len(step.token_ids), now_s=now_s, after=step.after
+            )
 
     def retired(self, step: StepId, now_s: float, *, sequences: int) -> None:
         """Record that a step retired while ``sequences`` run. Every few turns, decide on M."""
@@ -135,6 +165,8 @@ class MicroBatches:
             self._follow_experts()
             ring = self._ring()
             self._sizer.decide(ring, sequences=sequences)
+            if ring.known and self._predicts_windows:
+                self._periods_s = self._periods(ring, sequences=max(1, sequences))
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
         """Record that a stage computed a step on one slice."""
@@ -145,7 +177,10 @@ class MicroBatches:
         )
         if timing.expert_share:
             self.experts.note(timing.num_tokens, timing.expert_share)
-        self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)
+        if timing.draft_us and (asked := self._drafts_asked.pop(timing.step, 0)):
+            self._drafts_s.append(timing.draft_us * 1e-6 / asked)
+        stayed_us = timing.queued_us + timing.compute_us + timing.send_queue_us + timing.draft_us
+        self._turns.stayed(timing.step, stayed_us * 1e-6)
         if timing.upload_us:
             self._links[stage].note_upload(num_bytes=timing.upload_bytes, seconds=timing.upload_us * 1e-6)
 
@@ -190,6 +225,28 @@ class MicroBatches:
         if seconds is None:
             seconds = self._known_uploads_s[key] = self._links[stage].seconds(num_bytes)
         return seconds
+
+    def _periods(self, ring: RingMeasurements, *, sequences: int) -> list[float]:
+        """Return the periods of steps with 1 to some more rows than a micro-batch has now."""
+        in_flight = min(self.sizing.micro_batches, sequences)
+        rows = np.arange(1.0, -(-sequences // in_flight) + _MORE_ROWS + 1)
+        servers = [
+            sum(curve.with_sheet(rows, self._sheet_s(index, rows)) for index, curve in curves.items())
+            for curves in self._curves
+        ]
+        servers += [link.at(rows * self._row_bytes) for link in self._links]
+        every = np.stack(servers)
+        return np.maximum(every.sum(axis=0) + ring.latency_s, in_flight * every.max(axis=0)).tolist()
+
+    def _sheet_s(self, index: int, rows: Floats) -> Floats:
+        """Return the seconds of decodes on a slice by its device's data sheet; zeros if that is not known."""
+        shares = tuple([round(each.share, 2) for each in self.experts.shares()])  # they change a little with each step
+        known = self._sheets.get(index)
+        if known is None or known[0] != shares or len(known[1]) < len(rows):
+            works = [StepWork.of_rows((_CONTEXT,) * n, (1,) * n, logit_rows=n) for n in range(1, len(rows) + 1)]
+            known = (shares, np.array([self._times[index].expected_s(work) for work in works]))
+            self._sheets[index] = known
+        return known[1][: len(rows)]
 
     def _ring(self) -> RingMeasurements:
         return RingMeasurements(

@@ -134,7 +134,7 @@ class Preparation:
         raise VersionMismatch(
             f"node {name} does not obey a setting of this model",
             fact=f"{other} is {getattr(prepared.settings, other)!r} there, {wanted[other]!r} was asked for",
-            next_step=f"upgrade edgepipe on {name}: pip install --upgrade edgepipe",
+            next_step=f"on {name}: edgepipe update",
             node=name,
         )
 
@@ -177,10 +177,12 @@ class Preparation:
             weight_bytes=prepared.weight_bytes,
             ram_percent=split_kind(prepared.profile.packing)[1],
             products=prepared.products,
+            slow_paths=prepared.slow_paths,
             kv_block_bytes=prepared.kv_block_bytes,
             window_block_bytes=prepared.window_block_bytes,
             state_bytes=self._config.state_bytes(layer for part in placement.slices for layer in part.layers),
             max_blocks=prepared.max_blocks,
+            max_host_blocks=prepared.max_host_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
             costs=slice_costs(

@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import gt, itemgetter
 
 from edgepipe.clock import Clock
-from edgepipe.engine.control import StageControl, StepWriter
+from edgepipe.engine.control import Report, StageControl, StepWriter
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
@@ -25,15 +26,27 @@ from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
-from edgepipe.scheduler import Event, KeptPools, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.scheduler import (
+    Event,
+    KeptPools,
+    ScheduledStep,
+    Scheduler,
+    SchedulerStats,
+    SequenceEnded,
+    SequenceSpec,
+    TokenSampled,
+)
+from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import Registration, StageTimings, StepDone
+from edgepipe.wire.plans import HomeOpened, Registration, StageTimings, StepDone
 
 logger = logging.getLogger(__name__)
 
 _PLAUSIBLE_S = 60.0  # time of a step that a stage may report at any time
 _CLOCK_RATE = 1.1  # fastest clock of a stage, as a multiple of the engine's
+
+_MAX_HOMES = 1024  # steps: the stage that embeds reports every 100 ms
 
 Registrar = Callable[[SequenceId, Sequence[int]], Registration]
 """Maps a sequence and its tokens so far to its registration for the stages."""
@@ -44,10 +57,13 @@ class StepNews:
     """Results of a retired step."""
 
     events: list[Event]
-    logprobs: Mapping[SequenceId, TokenLogprobs]  # logprobs of the sampled tokens, where requested
+    # Log-probabilities of each sequence's sampled tokens, in their order, where requested.
+    logprobs: Mapping[SequenceId, Sequence[TokenLogprobs]]
     prompts: Sequence[tuple[SequenceId, PromptLogprobs]]
-    failures: Mapping[SequenceId, EdgepipeError]  # sequences for which sampling failed
+    failures: Mapping[SequenceId, EdgepipeError]  # sequences for which sampling failed, behind the tokens in ``events``
     reads: Sequence[tuple[SequenceId, int]] = ()  # tokens computed so far, of prompts that continue in another step
+    # Prompt tokens that failed sequences had found in the prefix cache.
+    cached: Mapping[SequenceId, int] = field(default_factory=dict[SequenceId, int])
 
 
 class Pump:
@@ -87,6 +103,7 @@ class Pump:
         self.stale_reports = 0  # reports of other epochs, dropped
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
+        self._homes: dict[StepId, list[int]] = {}  # tokens of steps that one of two stages has told
         self._newest = StepId(0)  # the step that was sent last
         self._began_s = 0.0  # clock's time when the first step was sent
         self._idle = True  # no step is in flight
@@ -146,18 +163,25 @@ class Pump:
         self._on_over()
         self._wake.set()
 
-    def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
+    def on_report(self, site: StageSite, report: Report) -> None:
         """Handle a stage's report. Raises RemoteProtocolError if it does not match the steps that were sent."""
         if isinstance(report, StageTimings):
             self._check_timings(site, report)
             self._measure(site, report)
+            for tokens in report.home:
+                if self._ends_at.get(0) != site.index or not 1 <= tokens.step <= self._newest:
+                    raise _unexpected(site, f"tokens of step {tokens.step} came to it, it says")
+                self._compare(tokens.step, list(tokens.ids))
+        elif isinstance(report, HomeOpened):
+            if report.epoch == self._epoch and self._ends_at.get(self._num_slices - 1) == site.index:
+                self.plan_ahead()
         elif report.epoch != self._epoch:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif self._error is None:
             self._check_timings(site, report)
-            self._came_back(site, report)
             now_s = self._clock.monotonic_s()
+            self._came_back(site, report, now_s)
             asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written first
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
@@ -172,6 +196,10 @@ class Pump:
         """See ``Scheduler.take_over``."""
         self._scheduler.take_over(pools)
 
+    def plan_ahead(self) -> None:
+        """See ``Scheduler.plan_ahead``."""
+        self._scheduler.plan_ahead()
+
     def hand_over(self) -> KeptPools:
         """See ``Scheduler.hand_over``."""
         return self._scheduler.hand_over()
@@ -179,6 +207,10 @@ class Pump:
     def stats(self) -> SchedulerStats:
         """Return the scheduler's current counts."""
         return self._scheduler.stats()
+
+    def draft_stats(self) -> DraftStats:
+        """Return the current counts of drafts."""
+        return self._scheduler.draft_stats()
 
     @property
     def chunk(self) -> Chunk | None:
@@ -193,7 +225,7 @@ class Pump:
             preemptions=self._scheduler.stats().preemptions,
         )
 
-    def _came_back(self, site: StageSite, done: StepDone) -> None:
+    def _came_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
         """Retire a step, or keep its answer until the older steps that it may not pass have come back.
 
         Replay steps end on an earlier stage, so their answers may come early. Raises RemoteProtocolError if a stage has
@@ -205,10 +237,10 @@ class Pump:
                 raise _unexpected(site, f"it finished step {done.step}, step {older[0].step} is next")
             self._ahead[done.step] = (site, done)
             return
-        self._retire(site, step, done)
+        self._retire(site, step, done, now_s)
         while (ready := self._next_ahead()) is not None:
             ahead_site, ahead_done = self._ahead.pop(ready.step)
-            self._retire(ahead_site, ready, ahead_done)
+            self._retire(ahead_site, ready, ahead_done, now_s)
 
     def _owed_before(self, step: ScheduledStep) -> list[ScheduledStep]:
         """Return the older steps in flight without an answer that this step may not pass."""
@@ -225,28 +257,44 @@ class Pump:
     def _last_slice(self, step: ScheduledStep) -> int:
         return self._num_slices - 1 if step.last_slice is None else step.last_slice
 
-    def _retire(self, site: StageSite, step: ScheduledStep, done: StepDone) -> None:
+    def _retire(self, site: StageSite, step: ScheduledStep, done: StepDone, now_s: float) -> None:
         self._check(site, step, done)
         if step is self._in_flight[0]:
             self._watch.retired()
         self._in_flight.remove(step)
         self.num_retired += 1
         sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
-        failed = {sampled[index]: error for index, error in done.failures}
-        for sequence in failed:
-            self._scheduler.cancel(sequence, at_position=0)  # drops the placeholder token
-        events = self._scheduler.retire(done.step, done.ids)
+        failed = {sampled[row]: error for row, error in done.failures}
+        if step.home and len(self._stages) > 1:
+            self._compare(step.step, [ids[-1] if ids else 0 for ids in done.ids])
+        events = self._scheduler.retire(done.step, done.ids, done.drafts, now_s=now_s)
+        left = [end for each in failed for end in self._scheduler.cancel(each, at_position=0)]
         self._fill()  # send the next step to the stages before sending tokens to the gateways
         self._idle = not self._in_flight
         news = StepNews(
             events=events,
-            logprobs={sampled[index]: logprobs for index, logprobs in done.logprobs},
+            logprobs=_logprobs(sampled, done) if done.logprobs else {},
             prompts=done.prompt_logprobs,
             failures=failed,
             reads=_reads(step),
+            cached={end.sequence: end.cached_prompt_tokens for end in left if isinstance(end, SequenceEnded)},
         )
         self._on_news(news)
         self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
+
+    def _compare(self, step: StepId, ids: list[int]) -> None:
+        """Compare a step's tokens from the two stages that tell them: that which sampled them, and that which embeds.
+
+        Raises RemoteProtocolError, which names the first of the two, if it told them different tokens.
+        """
+        others = self._homes.pop(step, None)
+        if others is None:
+            self._homes[step] = ids
+            if len(self._homes) > _MAX_HOMES:
+                del self._homes[next(iter(self._homes))]
+        elif others != ids:
+            sender = next(each.site for each in self._stages if each.site.index == self._ends_at[self._num_slices - 1])
+            raise _unexpected(sender, f"it sent the first stage other tokens of step {step} than the engine")
 
     def _look_back(self, site: StageSite, done: StepDone, now_s: float) -> None:
         """Update the measurements with a step that retired at ``now_s``, and the limits that follow from them."""
@@ -275,15 +323,32 @@ class Pump:
         return step
 
     def _check(self, site: StageSite, step: ScheduledStep, done: StepDone) -> None:
-        fact = ""
-        if len(done.ids) != step.num_samples:
-            fact = f"step {done.step} samples {step.num_samples} tokens, {len(done.ids)} came"
-        elif max(done.ids, default=0) >= self._vocab_size:
-            fact = f"step {done.step} gave token {max(done.ids)}, the vocabulary ends at {self._vocab_size - 1}"
-        elif any(index >= len(done.ids) for index, _ in (*done.logprobs, *done.failures)):
+        fact, most = "", [samples for samples in step.samples if samples]
+        counts = [*map(len, done.ids)]
+        highest = max([max(row) for row in done.ids if row], default=0)
+        failed = {row for row, _ in done.failures}
+        if len(counts) != len(most) or any(map(gt, counts, most)):
+            fact = f"step {done.step} samples {most} tokens, {counts} came"
+        elif highest >= self._vocab_size:
+            fact = f"step {done.step} gave token {highest}, the vocabulary ends at {self._vocab_size - 1}"
+        elif any(index >= sum(counts) for index, _ in done.logprobs) or any(row >= len(counts) for row in failed):
             fact = f"step {done.step} reports more tokens than it samples"
+        elif not all(counts) and any(not count and row not in failed for row, count in enumerate(counts)):
+            fact = f"step {done.step} gave a sequence neither a token nor a reason why not"
+        elif done.drafts:
+            fact = self._fault_of_drafts(step, done)
         if fact:
             raise _unexpected(site, fact)
+
+    def _fault_of_drafts(self, step: ScheduledStep, done: StepDone) -> str:
+        most = [count for count, samples in zip(step.drafts, step.samples, strict=bool(step.drafts)) if samples]
+        counts = [len(row.ids) for row in done.drafts]
+        highest = max([max(row.ids) for row in done.drafts if row.ids], default=0)
+        if len(counts) != len(most) or any(map(gt, counts, most)):
+            return f"step {done.step} asks for {most} drafts, {counts} came"
+        if highest >= self._vocab_size:
+            return f"step {done.step} drafts token {highest}, the vocabulary ends at {self._vocab_size - 1}"
+        return ""
 
     def _check_timings(self, site: StageSite, report: StepDone | StageTimings) -> None:
         """Check that a stage times its own slices, steps that were sent, and no longer than since the first step.
@@ -314,7 +379,8 @@ class Pump:
                 self._began_s = self._clock.monotonic_s()
             self._send(step)
             self._newest = step.step
-            self._recorder.planned(step, self._scheduler.stats())
+            scheduler = self._scheduler
+            self._recorder.planned(step, micro_batches=scheduler.micro_batches, used_blocks=scheduler.used_blocks)
             self._in_flight.append(step)
             self.micro_batches.sent(step, self._clock.monotonic_s())
         if self._in_flight:
@@ -349,6 +415,15 @@ def _unexpected(site: StageSite, fact: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"{site.label} sent an unexpected answer", fact=fact, node=site.node_name, stage=site.label
     )
+
+
+def _logprobs(sampled: Sequence[SequenceId], done: StepDone) -> dict[SequenceId, list[TokenLogprobs]]:
+    """Return the log-probabilities of each sampling row's sequence."""
+    owners = [sequence for sequence, ids in zip(sampled, done.ids, strict=True) for _ in ids]
+    found: dict[SequenceId, list[TokenLogprobs]] = {}
+    for index, logprobs in sorted(done.logprobs, key=itemgetter(0)):
+        found.setdefault(owners[index], []).append(logprobs)
+    return found
 
 
 def _reads(step: ScheduledStep) -> list[tuple[SequenceId, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgepipe.clock import Clock
-from edgepipe.scheduler import ScheduledStep, SchedulerStats
+from edgepipe.scheduler import ScheduledStep
 from edgepipe.wire.engines import DeviceSpan, StepTrace
 from edgepipe.wire.plans import StepTiming
 
@@ -33,15 +33,16 @@ class StepRecorder:
         self._kept = kept
         self._steps: OrderedDict[int, _Recorded] = OrderedDict()
 
-    def planned(self, step: ScheduledStep, stats: SchedulerStats) -> None:
-        """Record a step that is sent to the stages."""
-        decode = sum(1 for count, samples in zip(step.num_tokens, step.samples, strict=True) if samples and count == 1)
+    def planned(self, step: ScheduledStep, *, micro_batches: int, used_blocks: int) -> None:
+        """Record a step that is sent to the stages. ``used_blocks``: KV blocks that sequences hold now."""
+        rows = zip(step.num_tokens, step.samples, strict=True)
+        decodes = [count for count, samples in rows if samples == count]
         self._steps[step.step] = _Recorded(
-            decode_rows=decode,
-            prefill_tokens=len(step.token_ids) - decode,
-            micro_batches=stats.micro_batches,
+            decode_rows=len(decodes),
+            prefill_tokens=len(step.token_ids) - sum(decodes),
+            micro_batches=micro_batches,
             planned_us=int(self._clock.monotonic_s() * 1e6),
-            used_blocks=stats.num_blocks - stats.free_blocks,
+            used_blocks=used_blocks,
         )
         if len(self._steps) > self._kept:
             self._steps.popitem(last=False)

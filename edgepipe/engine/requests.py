@@ -63,6 +63,7 @@ class Choice:
     prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report
     crashes: int = 0  # crashed steps that counted against it
     grammar_waits: int = 0  # times that its grammar was not ready
+    cached_prompt_tokens: int | None = None  # found in the prefix cache before it first waited for its grammar
     furthest: int = 0  # prompt tokens computed so far, in any epoch
     before: int = 0  # ``position`` at the beginning of the epoch
     begun: bool = False  # the epoch computes it
@@ -237,15 +238,15 @@ class GatewayStream:
 def _pack(choice: Choice, packed: EngineNews) -> bool:
     """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
     return (
-        _pack_read(choice, packed)
-        and _pack_prompt(choice, packed)
+        (not choice.prompt_read or _pack_read(choice, packed))
+        and (not choice.prompt_logprobs or _pack_prompt(choice, packed))
         and _pack_tokens(choice, packed)
-        and _pack_ending(choice, packed)
+        and (choice.ending is None or _pack_ending(choice, packed))
     )
 
 
 def _pack_read(choice: Choice, packed: EngineNews) -> bool:
-    if choice.prompt_read and not choice.log:
+    if not choice.log:
         if not packed.reserve(1, ID_BYTES):
             return False
         packed.add_prompt_read(*_name(choice), num_tokens=choice.prompt_read)
@@ -265,10 +266,10 @@ def _pack_prompt(choice: Choice, packed: EngineNews) -> bool:
 
 def _pack_tokens(choice: Choice, packed: EngineNews) -> bool:
     start, known = choice.sent, len(choice.log)
-    each_bytes = ID_BYTES + (_logprobs_bytes(choice) if choice.logprobs else 0)
-    end = start + packed.reserve(known - start, each_bytes)
+    scored = bool(choice.logprobs)
+    end = start + packed.reserve(known - start, ID_BYTES + (_logprobs_bytes(choice) if scored else 0))
     if start < end:
-        logprobs = choice.logprobs_of(start, end)
+        logprobs = choice.logprobs_of(start, end) if scored else ()
         packed.add_tokens(*_name(choice), position=start, ids=choice.log[start:end], logprobs=logprobs)
         choice.sent = end
     return end == known

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edgepipe.backend.cost import SliceCost
-from edgepipe.backend.types import PackedProducts
+from edgepipe.backend.types import PackedProducts, SlowPath
 from edgepipe.ids import NodeId, StepId
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.spec.facts import Slice
@@ -27,9 +27,11 @@ class StageSite:
     weight_bytes: int
     kv_block_bytes: int  # size of one block in all its layers
     max_blocks: int
+    max_host_blocks: int = 0  # in host memory
     window_block_bytes: tuple[int, ...] = ()  # size of one block of each windowed memory class, in its layers
     state_bytes: int = 0  # size of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # ways to multiply with its packed weights
+    slow_paths: tuple[SlowPath, ...] = ()  # what makes its steps slow
     ram_percent: int = 0  # percent of each layer's experts that are in host memory
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption

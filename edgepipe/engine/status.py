@@ -8,8 +8,9 @@ from typing import Any
 
 from edgepipe.engine.engine_epoch import EngineEpoch
 from edgepipe.engine.sites import StageSite
+from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
-from edgepipe.wire.engines import EngineState, PromptSteps, StageState
+from edgepipe.wire.engines import DraftState, EngineState, PromptSteps, StageState
 
 
 class EngineStatus:
@@ -51,7 +52,11 @@ class EngineStatus:
             state_slots=stats.state_slots,
             free_slots=stats.free_slots,
             missed_snapshots=stats.missed_snapshots,
+            host_blocks=stats.host_blocks,
+            used_host_blocks=stats.used_host_blocks,
+            restored_tokens=stats.restored_tokens,
             prompt_steps=_prompt_steps(pump.chunk),
+            drafts=_drafts(self.base.drafts, pump.draft_stats()),
             preemptions=stats.preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,
@@ -94,6 +99,14 @@ class EngineStatus:
         )
 
 
+def _drafts(known: DraftState | None, stats: DraftStats) -> DraftState | None:
+    if known is None:
+        return None
+    return replace(
+        known, windows=stats.windows, drafted=stats.drafted, accepted=stats.accepted, factor=round(stats.factor, 2)
+    )
+
+
 def _prompt_steps(chunk: Chunk | None) -> PromptSteps | None:
     if chunk is None:
         return None
@@ -118,4 +131,5 @@ def stage_state(site: StageSite) -> StageState:
         weight_bytes=site.weight_bytes,
         ram_percent=site.ram_percent,
         products=site.products,
+        slow_paths=site.slow_paths,
     )

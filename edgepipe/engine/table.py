@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
@@ -34,7 +34,8 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)
 
-_NO_LOGPROBS: Mapping[SequenceId, TokenLogprobs] = MappingProxyType({})
+_NO_LOGPROBS: Mapping[SequenceId, Sequence[TokenLogprobs]] = MappingProxyType({})
+_NOTHING: Iterator[TokenLogprobs] = iter(())
 
 
 class Queue(Protocol):
@@ -55,9 +56,10 @@ class RequestTable:
     Requests are keyed by (gateway's node, request id). A higher attempt replaces a lower one. Runs on one event loop.
     """
 
-    def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts) -> None:
-        """Starts without an epoch; see ``attach``."""
+    def __init__(self, *, config: ModelConfig, limits: EngineLimits, timeouts: EngineTimeouts, draft: str = "") -> None:
+        """Starts without an epoch; see ``attach``. ``draft``: see ``Registration``."""
         self._config = config
+        self._draft = draft
         self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
         self._queue: Queue | None = None  # set while an epoch serves
         self._refusal: EdgepipeError | None = None  # why requests are refused
@@ -233,11 +235,15 @@ class RequestTable:
             if not choice.index:  # choices share their prompt
                 choice.prompt_read = num_tokens
                 self._mark(choice)
+        self.note(news.events, news.logprobs)
         for sequence, error in news.failures.items():
             choice = self._choices.get(sequence)
-            if choice is not None and not (isinstance(error, GrammarNotReady) and self._wait(choice)):
+            if choice is None:
+                continue
+            if choice.cached_prompt_tokens is None:
+                choice.cached_prompt_tokens = news.cached.get(sequence)
+            if not (isinstance(error, GrammarNotReady) and self._wait(choice)):
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
-        self.note(news.events, news.logprobs)
         self._end_trial()
 
     def _end_trial(self) -> None:
@@ -254,8 +260,14 @@ class RequestTable:
     def _is_running(self, request: Request) -> bool:
         return self._requests.get(request.key) is request and not request.ended
 
-    def note(self, events: Iterable[Event], logprobs: Mapping[SequenceId, TokenLogprobs] = _NO_LOGPROBS) -> None:
-        """Record the scheduler's events and mark their choices for sending."""
+    def note(
+        self, events: Iterable[Event], logprobs: Mapping[SequenceId, Sequence[TokenLogprobs]] = _NO_LOGPROBS
+    ) -> None:
+        """Record the scheduler's events and mark their choices for sending.
+
+        ``logprobs``: of each sequence's tokens in ``events``, in their order.
+        """
+        given = {sequence: iter(scores) for sequence, scores in logprobs.items()}
         for event in events:
             choice = self._choices.get(event.sequence)
             if choice is None:
@@ -264,7 +276,7 @@ class RequestTable:
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
                 wanted = choice.request.submission.sampling.logprobs
-                scores = logprobs.get(event.sequence) if wanted else None
+                scores = next(given.get(event.sequence, _NOTHING), None) if wanted else None
                 if scores is None and wanted:
                     self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
                     continue
@@ -276,11 +288,9 @@ class RequestTable:
                 self._hold(choice.request, choice.request.token_bytes)
                 self._mark(choice)
             else:
-                ending = Ending(
-                    reason=event.reason.value,
-                    num_tokens=event.num_tokens,
-                    cached_prompt_tokens=event.cached_prompt_tokens,
-                )
+                known = choice.cached_prompt_tokens  # a sequence that begins again would count its own prompt
+                cached = event.cached_prompt_tokens if known is None else known
+                ending = Ending(reason=event.reason.value, num_tokens=event.num_tokens, cached_prompt_tokens=cached)
                 self._end(choice, ending)
         if self._held_bytes > self._limits.max_held_bytes:
             self._shed()
@@ -299,10 +309,11 @@ class RequestTable:
             sampling=sampling,
             choice=choice.index,
             prompt_tokens=prompt_tokens,
-            prompt=submission.prompt if sampling.prompt_logprobs else (),
+            prompt=submission.prompt if sampling.prompt_logprobs or self._draft else (),
             seen=tuple(sorted(set(submission.prompt))) if sampling.penalises_prompt else (),
-            generated=tuple(tokens[prompt_tokens:]) if sampling.needs_output else (),
+            generated=tuple(tokens[prompt_tokens:]) if sampling.needs_output or self._draft else (),
             end_ids=tuple(sorted(self._stop_ids(submission))) if sampling.min_tokens else (),
+            draft=self._draft,
         )
 
     def detach(self, stream: GatewayStream) -> None:
@@ -443,7 +454,10 @@ class RequestTable:
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
         base_bytes, token_bytes = registration_bytes(
-            choice.sampling, prompt_tokens=len(submission.prompt), vocab_size=self._config.vocab_size
+            choice.sampling,
+            prompt_tokens=len(submission.prompt),
+            vocab_size=self._config.vocab_size,
+            drafts=bool(self._draft),
         )
         return SequenceSpec(
             sequence=choice.sequence,

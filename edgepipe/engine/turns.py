@@ -34,6 +34,7 @@ class TurnLedger:
         self._num_slices = num_slices
         self._upload_s = upload_s  # seconds of a step's upload over all links, by its tokens
         self._open: dict[StepId, _Open] = {}  # steps in the order of sending
+        self._followers: dict[StepId, StepId] = {}  # steps that were planned ahead, by the step that they follow
         self._latency_s = 0.0
         self._count = 0
 
@@ -42,10 +43,15 @@ class TurnLedger:
         """Smoothed latency in seconds; 0 before the first measurement."""
         return max(0.0, self._latency_s)
 
-    def sent(self, step: StepId, *, num_rows: int, num_tokens: int, now_s: float) -> None:
-        """Record that a plan was sent. Ignores steps with many prompt tokens."""
+    def sent(self, step: StepId, *, num_rows: int, num_tokens: int, now_s: float, after: StepId | None = None) -> None:
+        """Record that a plan was sent. Ignores steps with many prompt tokens.
+
+        The turn of a step ``after`` another one in flight begins when that one's token comes back.
+        """
         if num_tokens > num_rows + _PROMPT_TOKENS:
             return
+        if after is not None:
+            self._followers[after] = step
         self._open[step] = _Open(num_tokens, now_s)
         if len(self._open) > _MAX_OPEN:
             del self._open[next(iter(self._open))]
@@ -60,6 +66,9 @@ class TurnLedger:
 
     def retired(self, step: StepId, now_s: float) -> None:
         """Record that the step's token came back."""
+        follower = self._open.get(self._followers.pop(step, StepId(0)))
+        if follower is not None:
+            follower.sent_s = now_s
         known = self._open.get(step)
         if known is not None:
             known.turn_s = now_s - known.sent_s

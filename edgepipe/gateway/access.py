@@ -13,10 +13,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgepipe.cluster.interfaces import LOOPBACK
+from edgepipe.gateway.batches.copies import LocalUsers
+from edgepipe.gateway.key_tries import MOST_TRIES, KeyTries
 from edgepipe.gateway.origins import Origins, cors_headers, is_own, is_preflight, preflight_headers, shown
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.error_forms import problem_response
-from edgepipe.gateway.ui.paths import UI, is_foreign, is_page_file
+from edgepipe.gateway.ui.paths import SESSION, UI, is_foreign, is_page_file
+from edgepipe.gateway.ui.sessions import Sessions
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
@@ -59,15 +63,25 @@ class AccessRules:
         return cls(keys=tuple(keys), key_on_loopback=key_on_loopback, host_names=names, origins=Origins(origins))
 
 
+def local_users(rules: AccessRules) -> LocalUsers:
+    """Return the users that a gateway with these rules knows: each of its keys, and clients of this machine without."""
+    keys = [_fingerprint(key) for key in rules.keys]
+    open_to = frozenset[str]() if rules.key_on_loopback else frozenset({address_of((LOOPBACK, 0))})
+    return LocalUsers(machine=keys[0] if keys else address_of((LOOPBACK, 0)), known=open_to | frozenset(keys))
+
+
 class Guard:
     """Guard that refuses requests of foreign web pages, ambiguous body lengths and clients without a required key.
 
     Host must name this machine, and Origin this node or an allowed origin. ``scope["state"]["owner"]`` becomes the
-    fingerprint of the client's key, or its address if it sent no valid key and needs none.
+    fingerprint of the client's key, or its address if it sent no valid key and needs none. A client on this machine may
+    send the token of a session of ``edgepipe open`` instead of a key: then ``scope["state"]["manages"]`` is set.
     """
 
-    def __init__(self, app: ASGIApp, *, rules: AccessRules) -> None:
+    def __init__(self, app: ASGIApp, *, rules: AccessRules, sessions: Sessions, tries: KeyTries) -> None:
         self._app = app
+        self._sessions = sessions
+        self._tries = tries
         self._names = LOOPBACK_NAMES | rules.host_names
         self._origins = rules.origins
         self._keys = [(key.encode(), _fingerprint(key)) for key in rules.keys]
@@ -102,10 +116,20 @@ class Guard:
         if b"transfer-encoding" in names and b"content-length" in names:
             raise HttpProblem(status=400, message="the request has two body lengths", code="invalid_http")
         given = _key_in(headers)
+        state, client = scope.setdefault("state", {}), scope.get("client")
+        state["needs_key"] = not is_local(scope) or self._key_on_loopback
+        if is_local(scope) and self._sessions.holds(given):
+            state["manages"] = True
+            return address_of(client)
+        is_open = _is_open(scope) or not state["needs_key"]
+        if given and not is_open:
+            self._check_tries(client)
         if owner := self._owner_by_key(given):
             return owner
-        if _is_open(scope) or (is_local(scope) and not self._key_on_loopback):
-            return address_of(scope.get("client"))
+        if is_open:
+            return address_of(client)
+        if given:
+            self._tries.failed(address_of(client))
         text = (
             "the key is wrong"
             if given
@@ -117,6 +141,17 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+    def _check_tries(self, client: tuple[str, int] | None) -> None:
+        """Raise HttpProblem 429 for an address with too many wrong keys, also if this key is right: else an answer
+        would tell a guesser that it is."""
+        if wait_s := self._tries.wait_s(address_of(client)):
+            raise HttpProblem(
+                status=429,
+                message=f"{MOST_TRIES} wrong keys came from this address within a minute. Try again in {wait_s} s",
+                code="too_many_wrong_keys",
+                headers={"Retry-After": str(wait_s)},
+            )
 
     def _checked_host(self, headers: list[tuple[bytes, bytes]], scope: Scope) -> str:
         """Return the header Host. Raises HttpProblem if it names another machine: DNS rebinding needs such a name."""
@@ -164,14 +199,24 @@ def address_of(client: tuple[str, int] | None) -> str:
     return f"address:{client[0] if client is not None else ''}"
 
 
-def is_address(owner: str) -> bool:
-    """Return whether the user sent no key, see ``address_of``."""
-    return owner.startswith("address:")
+def needs_key(request: Request) -> bool:
+    """Return whether programs at the client's place need a key."""
+    return request.scope["state"]["needs_key"]
+
+
+def require_manager(request: Request) -> None:
+    """Raise HttpProblem 401 unless the client has an open session of ``edgepipe open``."""
+    if not request.scope["state"].get("manages"):
+        raise HttpProblem(
+            status=401,
+            message="this needs the right to manage. On the node's machine, type: edgepipe open",
+            code="session_needed",
+        )
 
 
 def _is_open(scope: Scope) -> bool:
     """Return whether a request needs no key."""
-    return scope["path"] in OPEN_PATHS or is_page_file(scope)
+    return scope["path"] in OPEN_PATHS or scope["path"] == SESSION or is_page_file(scope)
 
 
 def _key_in(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from edgepipe.errors import QueueFull
+from edgepipe.errors import EdgepipeError, QueueFull
 from edgepipe.gateway.shares import Shares, memory_shares
 
 _CHOICE_TOKENS = 64  # least cost of a choice until its first token; so the engine's queue has room for 16 users
@@ -58,7 +58,8 @@ class _Places:
     running: int = 0  # running choices
     beginning: int = 0  # running prompts without a first token
     beginning_tokens: int = 0  # tokens that the prompts without a first token cost, see ``Part``
-    num_steps: int = 1  # steps that the model's ring computes at a time, as last reported
+    num_steps: int = 1  # steps that the model's rings compute at a time, as last reported
+    num_engines: int = 1  # pipelines of the model, as last reported
     waiting: deque[Ticket] = field(default_factory=deque["Ticket"])  # requests with a part that has not started
 
 
@@ -88,24 +89,34 @@ class Admission:
         """Number of waiting requests; none of their prompts has started."""
         return sum(not ticket.admitted.is_set() for places in self._lines.values() for ticket in places.waiting)
 
-    def enter(self, line: Line, *, parts: Sequence[Part] = (Part(),), num_bytes: int = 0, num_steps: int = 1) -> Ticket:
+    def enter(
+        self,
+        line: Line,
+        *,
+        parts: Sequence[Part] = (Part(),),
+        num_bytes: int = 0,
+        num_steps: int = 1,
+        num_engines: int = 1,
+    ) -> Ticket:
         """Reserve a place for a request. Raises QueueFull. Leaving the ticket, a context manager, frees its places.
 
         parts        at least one
         num_bytes    the request's memory in this process, as far as known
-        num_steps    steps that the model's ring computes at a time: so many times ``max_beginning_tokens`` begin
+        num_steps    steps that the model's rings compute at a time: so many times ``max_beginning_tokens`` begin
+        num_engines  the model's pipelines: so many times ``max_running`` choices run
         """
         ticket = Ticket(self, line, parts)
         ticket.memory.take(num_bytes)
         places = self._lines.setdefault(line, _Places())
-        places.num_steps = num_steps
+        places.num_steps, places.num_engines = num_steps, num_engines
         if self._num_beyond(places, ticket) > self._limits.max_waiting:
             ticket.memory.release()
             num_waiting = sum(not each.admitted.is_set() for each in places.waiting)
             raise QueueFull(
                 "too many requests are waiting",
                 fact=f"{places.running} choices of this user run and {num_waiting} requests wait; at most "
-                f"{self._limits.max_running} choices may run, and {self._limits.max_waiting} requests wait beyond them",
+                f"{self._most_running(places)} choices may run, and {self._limits.max_waiting} requests wait beyond "
+                "them",
                 next_step="try again in a moment",
             )
         places.requests += 1
@@ -154,14 +165,17 @@ class Admission:
 
     def _num_beyond(self, places: _Places, ticket: Ticket) -> int:
         """Return how many requests without a started part, this one included, exceed the running choices' limit."""
-        room, beyond = self._limits.max_running - places.running, 0
+        room, beyond = self._most_running(places) - places.running, 0
         for each in (*places.waiting, ticket):
-            room -= min(each.num_unstarted_choices, self._limits.max_running)
+            room -= min(each.num_unstarted_choices, self._most_running(places))
             beyond += room < 0 and not each.admitted.is_set()
         return beyond
 
+    def _most_running(self, places: _Places) -> int:
+        return self._limits.max_running * places.num_engines
+
     def _fits(self, places: _Places, part: Part) -> bool:
-        if places.running + self._num_places(part.num_choices) > self._limits.max_running:
+        if places.running + self._num_places(part.num_choices) > self._most_running(places):
             return False
         tokens = places.beginning_tokens + part.beginning_tokens
         most = self._limits.max_beginning_tokens * places.num_steps
@@ -201,7 +215,20 @@ class Ticket:
         self.memory = admission.memory.holding(line.owner)
         self.admitted = asyncio.Event()  # the first part has started
         self.changed = asyncio.Event()  # a part has started; the reader of the parts' results may set it, too
+        self.on_leave: Callable[[], None] = _nothing  # called when the places are freed
+        self._refusal: EdgepipeError | None = None
         self._admission = admission
+
+    def refuse(self, error: EdgepipeError) -> None:
+        """End the request with an error, whether it waits or runs."""
+        self._refusal = error
+        self.admitted.set()
+        self.changed.set()
+
+    def raise_refusal(self) -> None:
+        """Raise the error of ``refuse``, if it was called."""
+        if self._refusal is not None:
+            raise self._refusal
 
     @property
     def next_part(self) -> Part:
@@ -228,3 +255,8 @@ class Ticket:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._admission.leave(self)
+        self.on_leave()
+
+
+def _nothing() -> None:
+    """Do nothing when a ticket's places are freed."""

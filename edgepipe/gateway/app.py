@@ -17,9 +17,12 @@ from starlette.types import ASGIApp
 
 from edgepipe.errors import EdgepipeError, ModelUnknown
 from edgepipe.gateway.access import AccessRules, Guard
+from edgepipe.gateway.batches.batch_handlers import batch_endpoints
+from edgepipe.gateway.batches.service import BatchService
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.endpoints import Endpoint, fields
+from edgepipe.gateway.key_tries import KeyTries
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem, from_error
@@ -36,6 +39,7 @@ from edgepipe.gateway.shares import Shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.tokenizing import TokenHandlers
 from edgepipe.gateway.ui.page import Page
+from edgepipe.gateway.ui.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +53,11 @@ def make_app(
     bodies: BodyReader,
     status_handlers: StatusHandlers,
     rules: AccessRules,
+    sessions: Sessions,
+    tries: KeyTries,
     answers: PiecedAnswers,
     page: Page,
+    batches: BatchService,
     requests: Shares,
     memory: Shares,
 ) -> ASGIApp:
@@ -60,7 +67,7 @@ def make_app(
     memory    shares of the memory of bodies and requests
     """
     answering = Answering(service=service, bodies=bodies, answers=answers)
-    endpoints = _endpoints(answering, status_handlers)
+    endpoints = [*_endpoints(answering, status_handlers), *batch_endpoints(batches, bodies, answers)]
     document = make_document(endpoints)
     text = json.dumps(document)
 
@@ -77,7 +84,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Guard, rules=rules),
+            Middleware(Guard, rules=rules, sessions=sessions, tries=tries),
             Middleware(RequestShare, requests=requests, memory=memory),
         ],
         exception_handlers={

@@ -50,11 +50,12 @@ class BodyReader:
         """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""
         memory = memory_of(request)
         body = await read_body(request, memory=memory, within_s=self.body_s, of_any_type=of_any_type)
-        checked = await self._checked(body, kind, owner_of(request))
+        checked = await self.checked(body, kind, owner_of(request))
         memory.take(_ID_BYTES * sum(map(len, id_lists(checked))))
         return checked
 
-    async def _checked(self, body: bytes, kind: type[BodyT], owner: str) -> BodyT:
+    async def checked(self, body: bytes, kind: type[BodyT], owner: str) -> BodyT:
+        """Return the checked body in the owner's turn. Raises HttpProblem, QueueFull."""
         if len(body) <= _SMALL_BYTES:
             return validate(kind, parse_json_object(body))
         if len(body) <= _INLINE_BYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from edgepipe.gateway.thought_tokens import ThoughtTokens
 from edgepipe.gateway.tool_calls import Scanned, call_id, joined_calls
 from edgepipe.gateway.tool_names import ToolNames
 from edgepipe.gateway.turns import Turns
+from edgepipe.ids import PipelineId
 from edgepipe.sampling import LogprobLog
 from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
@@ -75,6 +76,8 @@ class Counts:
     reasoning_tokens: int = 0  # of the completion tokens
     cached_prompt_tokens: int = 0
     read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
+    # Of each started prompt, the pipelines that computed it, the present one last.
+    pipelines: list[Sequence[PipelineId]] = field(default_factory=list[Sequence[PipelineId]])
     # Scores of the prompts' tokens; the key is the prompt's index.
     prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])
 
@@ -122,10 +125,12 @@ async def run_completion(
         while running or len(generations) < len(completion.requests):
             await ticket.changed.wait()
             ticket.changed.clear()
+            ticket.raise_refusal()
             for prompt in range(len(generations), ticket.num_started):
                 closings[prompt] = stack.enter_context(ExitStack())
                 opening = entry.link.open(completion.requests[prompt], changed=ticket.changed)
                 generations.append(closings[prompt].enter_context(opening))
+                counts.pipelines.append(generations[prompt].pipelines)
                 counts.prompt_logprobs[prompt] = generations[prompt].log.prompt_logprobs
                 running += _tracks(completion, prompt, generations[prompt], assets)
             counts.read_prompt_tokens = sum(each.num_read for each in generations)
@@ -231,7 +236,8 @@ def _read(delta: Delta, reader: AnswerReader, names: ToolNames, thoughts: Though
     for text in delta.pieces:
         parts.append(reader.push(text))
         thoughts.add(parts[-1])
-    parts.append(reader.push(delta.text[sum(map(len, delta.pieces)) :]))
+    if rest := delta.text[sum(map(len, delta.pieces)) :]:
+        parts.append(reader.push(rest))
     reason = delta.finish_reason
     if reason is not None:
         parts.append(reader.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +32,7 @@ from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
-from edgepipe.ids import IdSource, RequestId
+from edgepipe.ids import IdSource, PipelineId, RequestId
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_COUNT
@@ -63,17 +63,22 @@ class PreparedCompletion:
     texts: tuple[str, ...] = ()  # texts of the prompts, if the answer echoes them
     counts: Counts = field(default_factory=Counts)
     keep_s: float | None = None  # how long the model stays loaded afterwards; None: as an earlier request set
-    first_ring: int = 0  # the entry's number of rings when the request began
+    # The entry's number of rings of each pipeline when the request began.
+    first_rings: Mapping[PipelineId, int] = field(default_factory=dict[PipelineId, int])
 
     def details(self) -> dict[str, Any]:
         """Return which machines have computed the answer so far, as JSON: several rings after a recovery."""
-        return {"rings": [ring.to_json() for ring in self.entry.rings_since(self.first_ring)]}
+        rings = self.entry.rings_since(self.first_rings, self._pipelines())
+        return {"rings": [ring.to_json() for ring in rings]}
 
     def news(self) -> News:
         """Return the news for the client's stream."""
         read, total = self.counts.read_prompt_tokens, self.completion.num_prompt_tokens
         reading = f"{read / total:.0%}".replace("%", " %") if read and not self.counts.completion_tokens else ""
-        return replace(self.entry.news, reading=reading)
+        return replace(self.entry.news(self._pipelines()), reading=reading)
+
+    def _pipelines(self) -> Sequence[PipelineId]:
+        return [key for keys in self.counts.pipelines for key in keys]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +192,7 @@ class CompletionService:
         try:
             with self.keep_alives.use(prepared.entry.served, prepared.keep_s):
                 await prepared.ticket.admitted.wait()
+                prepared.ticket.raise_refusal()
                 meter.started()
                 deltas = run_completion(
                     prepared.completion,
@@ -213,19 +219,28 @@ class CompletionService:
         """Do the last step of preparing, without awaiting: the caller takes the ticket right after."""
         entry.link.check_room(len(completion.requests))
         line = Line(owner=owner, model=completion.model, priority=completion.requests[0].priority)
+        ticket = self.admission.enter(
+            line,
+            parts=[Part(num_choices=r.num_choices, num_tokens=len(r.prompt)) for r in completion.requests],
+            num_bytes=completion.held_bytes,
+            num_steps=entry.served.num_steps,
+            num_engines=entry.served.num_engines,
+        )
+        meter = self.metrics.begin(
+            completion.model,
+            request_id=completion.requests[0].request_id,
+            num_prompt_tokens=completion.num_prompt_tokens,
+            cancel=ticket.refuse,
+        )
+        ticket.on_leave = meter.left
         return PreparedCompletion(
             completion=completion,
             entry=entry,
             assets=assets,
-            ticket=self.admission.enter(
-                line,
-                parts=[Part(num_choices=r.num_choices, num_tokens=len(r.prompt)) for r in completion.requests],
-                num_bytes=completion.held_bytes,
-                num_steps=entry.served.num_steps,
-            ),
-            meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
+            ticket=ticket,
+            meter=meter,
             texts=texts,
-            first_ring=entry.num_rings,
+            first_rings=entry.num_rings(),
         )
 
     async def _encode_prompt(

@@ -23,6 +23,7 @@ class Endpoint:
     group: str
     summary: str
     body: type[BaseModel] | None = None
+    form: dict[str, Any] | None = None  # JSON schema of a multipart/form-data body
     answer: dict[str, Any] | None = None  # JSON schema of a 200; None: no JSON
     streams: str = ""  # media type of a streamed answer
     media_type: str = "application/json"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry
+from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, RemoteProtocolError, Retry
 from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.generation import Generation
 from edgepipe.ids import RequestId
@@ -22,15 +21,17 @@ from edgepipe.wire.common import Hello, check_hello, hello_from_wire, hello_to_w
 from edgepipe.wire.requests import (
     Cancellation,
     ChoiceEnded,
+    EngineReport,
     GatewayCommand,
     Resumption,
-    Submission,
     command_to_wire,
     reports_from_wire,
 )
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 5.0  # from a failed try without requests until a request may try the engine again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,19 @@ class LinkLimits:
     resume_window_s: float = 60.0  # a node starts a new engine within some seconds
     answer_s: float = 3.0  # deadline of the engine's first message
     again_s: float = 0.2  # pause between two attempts, unless news of the engine arrives
+    # Silence of one of several pipelines after which its requests go on at another one. A blip of the network heals
+    # within; a new engine would compute the prompts again in any case.
+    patience_s: float = 1.0
     max_requests: int = 4096  # prompts in flight, of all keys; each may hold a whole context of ids
     max_outbox: int = 16384  # messages waiting for the stream: one submit and a few cancels per request
 
 
 class EngineLink:
-    """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``open`` admits a request."""
+    """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``take`` admits a request.
+
+    ``on_change`` is called when the stream breaks or works again. ``on_refusal`` gets a request that the engine ended
+    with an error, and returns whether the request goes on elsewhere.
+    """
 
     def __init__(self, served: RoutedModel, *, hello: Hello, security: Security, limits: LinkLimits) -> None:
         self._served = served
@@ -62,37 +70,53 @@ class EngineLink:
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()  # the engine's address has changed
         self._broken_since_s: float | None = None  # time on the loop's clock; None while messages arrive
+        self._failed_s: float | None = None  # when a try failed; None once the engine has answered since
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_refusal: Callable[[Generation, EdgepipeError], bool] = lambda _generation, _error: False
 
-    def check_room(self, num_requests: int) -> None:
-        """Raise QueueFull if that many more requests would exceed the limit."""
-        if len(self._active) + num_requests > self._limits.max_requests:
-            raise QueueFull(
-                "too many requests are running",
-                fact=f"{len(self._active)} run on this gateway, the limit is {self._limits.max_requests}",
-                next_step="try again in a moment",
-            )
+    @property
+    def works(self) -> bool:
+        """Whether the engine is not known to be unreachable. Without requests nothing tries it: then it may work."""
+        if self._failed_s is None:
+            return True
+        return not self._active and asyncio.get_running_loop().time() - self._failed_s > _TRY_AGAIN_S
 
-    @contextmanager
-    def open(self, request: Submission, *, changed: asyncio.Event) -> Generator[Generation]:
-        """Send the request; leaving the block stops its running choices. Raises QueueFull."""
-        self.check_room(1)
-        generation = Generation(request, changed=changed, send_cancel=self._cancel)
-        self._active[request.request_id] = generation
+    @property
+    def num_active(self) -> int:
+        """Number of requests here."""
+        return len(self._active)
+
+    @property
+    def active(self) -> Sequence[Generation]:
+        """The requests here."""
+        return list(self._active.values())
+
+    def take(self, generation: Generation) -> None:
+        """Send a request. Its owner calls ``drop`` at its end."""
+        self._active[generation.request.request_id] = generation
         self._wanted.set()
         if self._outbox is not None:
             self._start(generation)
-        try:
-            yield generation
-        finally:
-            generation.abandon()
-            self._active.pop(request.request_id, None)
-            self._submitted_to.pop(request.request_id, None)
+
+    def drop(self, generation: Generation) -> None:
+        """Forget a request that has ended."""
+        self._active.pop(generation.request.request_id, None)
+        self._submitted_to.pop(generation.request.request_id, None)
+
+    def give_up(self, generation: Generation) -> None:
+        """Stop a request here that goes on at another engine."""
+        for choice, have in enumerate(generation.log.have()):
+            if generation.ending(choice) is None:
+                self.cancel(generation, choice, have)
+        self.drop(generation)
 
     def move(self, served: RoutedModel | None) -> None:
         """Set the engine's address; None while no engine is known. An open stream stays until it breaks or a newer
         engine appears."""
         known = (self._address, self._served.certificate)
         newer = served is not None and (served.address, served.certificate) != known
+        if newer:
+            self._failed_s = None
         if served is not None:
             self._served, self._address = served, served.address
         if newer and self._call is not None:
@@ -129,7 +153,11 @@ class EngineLink:
     def _after_break(self, error: EdgepipeError) -> None:
         """Let requests wait for an engine within the resume window; fail them after it."""
         now_s = asyncio.get_running_loop().time()
-        self._broken_since_s = now_s if self._broken_since_s is None else self._broken_since_s
+        if self._broken_since_s is None:
+            self._broken_since_s = now_s
+        if self._failed_s is None or self._active:
+            self._failed_s = now_s
+            self.on_change()
         if not self._active:
             self._wanted.clear()
             self._broken_since_s = None
@@ -188,22 +216,35 @@ class EngineLink:
             raise RemoteProtocolError(f"{self._peer()} did not begin with Welcome")
         check_hello(hello_from_wire(first.welcome.hello))
         self._engine_id = first.welcome.epoch.engine_id
+        self._works_again()
 
     async def _read(self, call: Any) -> EdgepipeError:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._broken_since_s = None
+                self._works_again()
                 for event in reports_from_wire(message):
                     generation = self._active.get(event.request_id)
                     if generation is None:
                         continue
                     if isinstance(event, ChoiceEnded) and isinstance(event.error, PeerClosed):
                         self._submit_again(generation, event.attempt)  # the engine has forgotten the request
-                    else:
+                    elif not self._goes_on(generation, event):
                         generation.apply(event)
         except grpc.aio.AioRpcError as exc:
             return from_rpc_error(exc, peer=self._peer())
         return PeerClosed(f"{self._peer()} closed the connection", next_step="send the request again")
+
+    def _works_again(self) -> None:
+        self._broken_since_s = None
+        if self._failed_s is not None:
+            self._failed_s = None
+            self.on_change()
+
+    def _goes_on(self, generation: Generation, event: EngineReport) -> bool:
+        """Return whether a request that the engine ended with an error goes on elsewhere."""
+        if not isinstance(event, ChoiceEnded) or event.error is None or event.attempt != generation.request.attempt:
+            return False
+        return generation.failure is None and self.on_refusal(generation, event.error)
 
     def _start(self, generation: Generation) -> None:
         """Submit the request, resume it at the same engine, or continue it at a new engine."""
@@ -219,15 +260,16 @@ class EngineLink:
         else:
             self._put(generation.next_attempt())
         for choice, at_position in generation.cancelled.items():
-            self._cancel(generation, choice, at_position)
+            self.cancel(generation, choice, at_position)
 
     def _submit_again(self, generation: Generation, attempt: int) -> None:
         if generation.failure is None and attempt == generation.request.attempt:
             self._put(generation.next_attempt())
             for choice, at_position in generation.cancelled.items():
-                self._cancel(generation, choice, at_position)
+                self.cancel(generation, choice, at_position)
 
-    def _cancel(self, generation: Generation, choice: int, at_position: int) -> None:
+    def cancel(self, generation: Generation, choice: int, at_position: int) -> None:
+        """Stop a choice at the engine; its first ``at_position`` tokens are enough."""
         request = generation.request
         self._put(
             Cancellation(request_id=request.request_id, attempt=request.attempt, choice=choice, at_position=at_position)

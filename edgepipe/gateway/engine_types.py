@@ -56,6 +56,11 @@ class RoutedModel:
     # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
     starts_at_us: int = 0
     ring: Ring | None = None  # None while no stage is known
+    replica: int = 0  # of several pipelines of the model, from 1 on; 0: the only one
+    num_waiting: int = 0  # of ``num_requests`` those that have not begun
+    free_tokens: int | None = None  # KV tokens that no sequence holds; None: not known
+    share: float = 0.0  # of several pipelines' conversations, as planned; 0: an equal one
+    num_engines: int = 1  # that answer for the model
 
     @property
     def ready(self) -> bool:
@@ -104,6 +109,10 @@ def _served(entry: nodes.ServedModel) -> RoutedModel:
         starts_at_us=engine.starts_at_us,
         template_keywords=keywords_in(engine.template_keywords),
         ring=_ring(engine),
+        replica=engine.replica,
+        num_waiting=engine.waiting,
+        free_tokens=engine.free_blocks * engine.block_size if engine.num_blocks else None,
+        share=engine.replica_share,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
 from edgepipe.gateway.log import RequestLog
+from edgepipe.ids import PipelineId
 from edgepipe.wire.requests import ChoiceEnded, EngineReport, PromptRead, PromptScored, Submission, TokensArrived
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Generation:
             prompt_tokens=len(request.prompt),
             sampling=request.sampling,
         )
+        self.pipelines: list[PipelineId] = []  # where it was computed, the present one last
         self.num_read = 0  # computed tokens of the prompt, as the engine reported
         self.failure: EdgepipeError | None = None
         self.cancelled: dict[int, int] = {}  # choice -> number of wanted tokens; sent again on resuming

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from edgepipe.clock import Clock
+from edgepipe.gateway.request_ring import Cancel, RequestRecord, RequestRing
 from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.wire.engines import EngineState, StageState
 from edgepipe.wire.nodes import ClusterView, MemberState, NodeState
@@ -55,15 +56,25 @@ class RequestMetrics:
         )
         self.decode = histogram("request_decode_time", "Time from the first token to the last.", _WHOLE_S)
 
+        self.ring = RequestRing()
         self._of_models: dict[str, ModelMetrics] = {}
 
-    def begin(self, model: str, *, num_prompt_tokens: int) -> RequestMeter:
-        """Count a newly accepted request."""
+    def begin(self, model: str, *, request_id: str, num_prompt_tokens: int, cancel: Cancel) -> RequestMeter:
+        """Count a newly accepted request. ``cancel`` ends it with an error."""
         found = self._of_models.get(model)
         if found is None:
             found = self._of_models[model] = ModelMetrics(self, model)
         found.prompt_tokens.inc(num_prompt_tokens)
-        return RequestMeter(found, self.clock)
+        record = RequestRecord(
+            request_id=request_id,
+            model=model,
+            prompt_tokens=num_prompt_tokens,
+            accepted_wall_s=self.clock.wall_s(),
+            accepted_s=self.clock.monotonic_s(),
+            cancel=cancel,
+        )
+        self.ring.add(record)
+        return RequestMeter(found, self.clock, self.ring, record)
 
 
 class ModelMetrics:
@@ -94,26 +105,33 @@ class ModelMetrics:
 class RequestMeter:
     """Meter of one request. Times are the clock's monotonic seconds."""
 
-    def __init__(self, metrics: ModelMetrics, clock: Clock) -> None:
+    def __init__(self, metrics: ModelMetrics, clock: Clock, ring: RequestRing, record: RequestRecord) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._accepted_s = self._started_s = clock.monotonic_s()
-        self._first_s: float | None = None
+        self._ring = ring
+        self._record = record
+        self._started_s = record.accepted_s
         self._last_s: dict[int, float] = {}  # one time per choice
+        self._reason = ""  # of the last choice that ended
 
     def started(self) -> None:
         """Record that the request goes to the engine."""
-        self._started_s = self._clock.monotonic_s()
-        self._metrics.queued.observe(self._started_s - self._accepted_s)
+        self._started_s = self._record.started_s = self._clock.monotonic_s()
+        self._metrics.queued.observe(self._started_s - self._record.accepted_s)
+        self._ring.changed()
 
     def tokens(self, choice: int, count: int) -> None:
         """Record ``count`` new tokens of a choice; tokens that arrive together share the time since the last ones."""
         now_s = self._clock.monotonic_s()
         self._metrics.output_tokens.inc(count)
-        if self._first_s is None:
-            self._first_s = now_s
-            self._metrics.first_token.observe(now_s - self._accepted_s)
+        record = self._record
+        record.output_tokens += count
+        record.last_s = now_s
+        if record.first_s is None:
+            record.first_s = now_s
+            self._metrics.first_token.observe(now_s - record.accepted_s)
             self._metrics.prefill.observe(now_s - self._started_s)
+            self._ring.changed()
         last_s = self._last_s.get(choice)
         if last_s is not None:
             for _ in range(count):
@@ -122,18 +140,34 @@ class RequestMeter:
 
     def choice_ended(self, reason: str) -> None:
         """Record the end of a choice."""
+        self._reason = reason
         self._metrics.succeeded(reason)
 
     def ended(self) -> None:
         """Record the end of the request without an error."""
         now_s = self._clock.monotonic_s()
-        self._metrics.whole.observe(now_s - self._accepted_s)
-        if self._first_s is not None:
-            self._metrics.decode.observe(now_s - self._first_s)
+        self._metrics.whole.observe(now_s - self._record.accepted_s)
+        if self._record.first_s is not None:
+            self._metrics.decode.observe(now_s - self._record.first_s)
+        self._end(self._reason)
 
     def failed(self, code: str) -> None:
         """Record the end of the request in an error."""
         self._metrics.failed(code)
+        self._end(code, failed=True)
+
+    def left(self) -> None:
+        """Record that the client has left, unless the request has ended."""
+        if self._record.ended_s is None:
+            self._end("client_left")
+
+    def _end(self, end: str, *, failed: bool = False) -> None:
+        record = self._record
+        record.ended_s, record.end, record.failed = self._clock.monotonic_s(), end, failed
+        if record.recovering_since_s is not None:
+            record.recovery_s += record.ended_s - record.recovering_since_s
+            record.recovering_since_s = None
+        self._ring.changed()
 
 
 class ClusterMetrics(Collector):
@@ -174,6 +208,8 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("kv_cache_blocks", "KV blocks per stage.", lambda e: e.num_blocks),
     ("state_slots", "Slots per stage for the states of recurrent layers.", lambda e: e.state_slots),
     ("state_slots_free", "Slots of states that no sequence holds, snapshots included.", lambda e: e.free_slots),
+    ("kv_host_blocks", "KV blocks per stage that host memory has room for.", lambda e: e.host_blocks),
+    ("kv_host_blocks_used", "KV blocks per stage in host memory.", lambda e: e.used_host_blocks),
     ("micro_batches", "Micro-batches kept in flight (M).", lambda e: e.micro_batches),
     ("steps_in_flight", "Planned steps that have not retired.", lambda e: e.in_flight),
     ("tokens_per_second", "Tokens generated in the last seconds.", lambda e: e.tokens_per_s),
@@ -187,10 +223,18 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
         "One-way delays, sampling and return of a turn of the ring.",
         lambda e: e.latency_ms / 1e3,
     ),
+    (
+        "draft_factor",
+        "Tokens per second over those without drafts, of the last windows, as predicted; 0 without a window.",
+        lambda e: e.drafts.factor if e.drafts else 0.0,
+    ),
     ("epoch", "Counter of the pipeline's epoch.", lambda e: e.epoch.counter),
 )
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_preemptions", "Sequences preempted for lack of KV blocks.", lambda e: e.preemptions),
+    ("draft_windows", "Rows that verified drafts of tokens.", lambda e: e.drafts.windows if e.drafts else 0),
+    ("drafts_verified", "Drafts of tokens that were verified.", lambda e: e.drafts.drafted if e.drafts else 0),
+    ("drafts_accepted", "Drafts of tokens that were right.", lambda e: e.drafts.accepted if e.drafts else 0),
     ("state_snapshots_missed", "Snapshots of states not taken for lack of slots.", lambda e: e.missed_snapshots),
     (
         "prefix_cache_queries_tokens",
@@ -198,6 +242,7 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = 
         lambda e: e.admitted_tokens,
     ),
     ("prefix_cache_hits_tokens", "Tokens of admitted sequences found in the prefix cache.", lambda e: e.cached_tokens),
+    ("kv_host_restored_tokens", "Tokens whose KV came back from host memory.", lambda e: e.restored_tokens),
     ("recoveries", "Epochs that replaced a failed one.", lambda e: e.recoveries),
     ("recovery_stall_seconds", "Time from each failure to the next token.", lambda e: e.stall_ms / 1e3),
     ("recovery_kept_tokens", "Tokens of interrupted sequences kept in the KV cache.", lambda e: e.kept_tokens),
@@ -242,21 +287,31 @@ def _used(engine: EngineState) -> float:
     return 1 - engine.free_blocks / engine.num_blocks if engine.num_blocks else 0.0
 
 
+def _labels(engines: list[EngineState]) -> tuple[str, ...]:
+    """Return the labels that tell engines apart: the replica, too, where a model has several."""
+    return ("model", "replica") if any(engine.replica for engine in engines) else ("model",)
+
+
+def _values(engine: EngineState, engines: list[EngineState]) -> tuple[str, ...]:
+    """Return the values of ``_labels``."""
+    return (engine.model, str(engine.replica or ""))[: len(_labels(engines))]
+
+
 def _engine_families(engines: list[EngineState]) -> Iterator[Metric]:
     for name, description, read in _ENGINE_GAUGES:
-        gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=("model",))
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=_labels(engines))
         for engine in engines:
-            gauge.add_metric((engine.model,), read(engine))
+            gauge.add_metric(_values(engine, engines), read(engine))
         yield gauge
     for name, description, read in _ENGINE_COUNTERS:
-        counter = CounterMetricFamily(f"edgepipe_{name}", description, labels=("model",))
+        counter = CounterMetricFamily(f"edgepipe_{name}", description, labels=_labels(engines))
         for engine in engines:
-            counter.add_metric((engine.model,), read(engine))
+            counter.add_metric(_values(engine, engines), read(engine))
         yield counter
 
 
 def _stage_families(engines: list[EngineState]) -> Iterator[Metric]:
-    labels = ("model", "node", "stage")
+    labels = (*_labels(engines), "node", "stage")
     for name, description, read in _STAGE_GAUGES:
         yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
     for name, description, read in _STAGE_COUNTERS:
@@ -270,7 +325,7 @@ def _of_stages(
 ) -> Metric:
     for engine in engines:
         for index, stage in enumerate(engine.stages):
-            family.add_metric((engine.model, stage.node_name, str(index)), read(stage))
+            family.add_metric((*_values(engine, engines), stage.node_name, str(index)), read(stage))
     return family
 
 
@@ -279,17 +334,17 @@ def _expert_family(engines: list[EngineState]) -> Metric:
     family = GaugeMetricFamily(
         "edgepipe_step_expert_ratio",
         "Share of a layer's experts that steps of up to so many tokens read, and more than half as many.",
-        labels=("model", "tokens"),
+        labels=(*_labels(engines), "tokens"),
     )
     for engine in engines:
         for each in engine.expert_shares:
-            family.add_metric((engine.model, str(1 << ceil(log2(each.tokens)))), each.share)
+            family.add_metric((*_values(engine, engines), str(1 << ceil(log2(each.tokens)))), each.share)
     return family
 
 
 def _hop_families(engines: list[EngineState]) -> Iterator[Metric]:
     """Yield the families of the hops from each stage to the next."""
-    labels = ("model", "src", "dst")
+    labels = (*_labels(engines), "src", "dst")
     upload = GaugeMetricFamily(
         "edgepipe_hop_upload_seconds", "Time to put a step on the link, smoothed.", labels=labels
     )
@@ -297,7 +352,7 @@ def _hop_families(engines: list[EngineState]) -> Iterator[Metric]:
     sent = CounterMetricFamily("edgepipe_hop_bytes", "Activations sent.", labels=labels)
     for engine in engines:
         for stage, following in zip(engine.stages, engine.stages[1:], strict=False):
-            hop = (engine.model, stage.node_name, following.node_name)
+            hop = (*_values(engine, engines), stage.node_name, following.node_name)
             upload.add_metric(hop, stage.upload_ms / 1e3)
             latency.add_metric(hop, _buckets(stage.hop_latency_counts), stage.hop_latency_s)
             sent.add_metric(hop, stage.hop_bytes)
@@ -313,11 +368,11 @@ def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
 def _kv_families(engines: list[EngineState]) -> Iterator[Metric]:
     """Yield the KV usage, equal on all nodes of a pipeline: its stages share one numbering of blocks."""
     used = GaugeMetricFamily(
-        "edgepipe_kv_cache_usage_ratio", "Share of the KV blocks in use.", labels=("model", "node")
+        "edgepipe_kv_cache_usage_ratio", "Share of the KV blocks in use.", labels=(*_labels(engines), "node")
     )
     for engine in engines:
         for node in {stage.node_name: None for stage in engine.stages}:
-            used.add_metric((engine.model, node), _used(engine))
+            used.add_metric((*_values(engine, engines), node), _used(engine))
     yield used
 
 

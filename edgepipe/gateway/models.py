@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgepipe.errors import CapacityError, ModelUnknown
-from edgepipe.gateway.engine_link import EngineLink
+from edgepipe.errors import CapacityError, EdgepipeError, ModelUnknown
 from edgepipe.gateway.engine_types import Ring, RoutedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
+from edgepipe.gateway.replica_links import ReplicaLinks
 from edgepipe.gateway.text import Detokenizer
+from edgepipe.ids import PipelineId
 from edgepipe.spec.names import canonical_name
 from edgepipe.store.typed_names import meant_names
 from edgepipe.text.conversations.traits import ModelTraits
@@ -105,31 +106,87 @@ class News:
     reading: str = ""  # ``60 %`` of a long prompt; empty once all of it is computed
 
 
-class ModelEntry:
-    """One served model with its link and, after the first request, its assets."""
+@dataclass(slots=True)
+class _Pipeline:
+    """One pipeline of a model."""
 
-    def __init__(self, served: RoutedModel, link: EngineLink, load: AssetLoader) -> None:
+    served: RoutedModel
+    news: News = field(default_factory=News)
+    away: bool = False  # no engine of it is known
+    num_rings: int = 0  # rings that have computed answers so far
+    rings: deque[Ring] = field(default_factory=lambda: deque[Ring](maxlen=_MOST_RINGS))  # the newest of them
+
+    def update(self, served: RoutedModel) -> None:
         self.served = served
-        self.num_rings = 0  # rings that have computed answers so far
-        self._rings: deque[Ring] = deque(maxlen=_MOST_RINGS)  # the newest of them
-        self.update(served)
-        self.news = News()
+        if served.ring is not None and (not self.rings or self.rings[-1] != served.ring):
+            self.rings.append(served.ring)
+            self.num_rings += 1
+
+    def rings_since(self, num_rings: int) -> Sequence[Ring]:
+        return list(self.rings)[-(self.num_rings - num_rings + 1) :]
+
+
+class ModelEntry:
+    """One served model with the links to its pipelines and, after the first request, its assets."""
+
+    def __init__(self, link: ReplicaLinks, load: AssetLoader) -> None:
         self.link = link
+        self._pipelines: dict[PipelineId, _Pipeline] = {}
+        self._served: RoutedModel | None = None
         self._load = load
         self._assets: Assets | None = None
         self._facts: ModelFacts | None = None
         self._loading = asyncio.Lock()
 
-    def update(self, served: RoutedModel) -> None:
-        """Take the engine's newest report."""
-        self.served = served
-        if served.ring is not None and (not self._rings or self._rings[-1] != served.ring):
-            self._rings.append(served.ring)
-            self.num_rings += 1
+    @property
+    def served(self) -> RoutedModel:
+        """The model as requests see it: of several pipelines, one that is ready, with the sums of all."""
+        assert self._served is not None, "an entry has a pipeline"
+        return self._served
 
-    def rings_since(self, num_rings: int) -> Sequence[Ring]:
-        """Return the rings since there were ``num_rings``, that one included; the newest ``_MOST_RINGS`` at most."""
-        return list(self._rings)[-(self.num_rings - num_rings + 1) :]
+    @property
+    def pipelines(self) -> Collection[PipelineId]:
+        """The model's pipelines."""
+        return self._pipelines.keys()
+
+    def update(self, served: RoutedModel, news: News) -> None:
+        """Take an engine's newest report."""
+        key = served.pipeline_id
+        if key not in self._pipelines:
+            self._pipelines[key] = _Pipeline(served)
+        self._pipelines[key].update(served)
+        self._pipelines[key].news, self._pipelines[key].away = news, False
+        self._served = _together(list(self._pipelines.values()))
+
+    def tell(self, key: PipelineId, news: News) -> None:
+        """Set the news of a pipeline without an engine."""
+        self._pipelines[key].news, self._pipelines[key].away = news, True
+        self._served = _together(list(self._pipelines.values()))
+
+    def remove(self, key: PipelineId) -> None:
+        """Forget a pipeline."""
+        if len(self._pipelines) > 1:
+            del self._pipelines[key]
+            self._served = _together(list(self._pipelines.values()))
+
+    def served_by(self, key: PipelineId) -> RoutedModel:
+        """Return the newest report of a pipeline."""
+        return self._pipelines[key].served
+
+    def news(self, pipelines: Sequence[PipelineId]) -> News:
+        """Return the news for a request that these pipelines compute, the present one last."""
+        found = self._pipelines.get(pipelines[-1]) if pipelines else None
+        return (found or next(iter(self._pipelines.values()))).news
+
+    def num_rings(self) -> Mapping[PipelineId, int]:
+        """Return the number of rings of each pipeline so far."""
+        return {key: each.num_rings for key, each in self._pipelines.items()}
+
+    def rings_since(self, num_rings: Mapping[PipelineId, int], pipelines: Sequence[PipelineId]) -> Sequence[Ring]:
+        """Return the rings of pipelines since there were ``num_rings``, that one included; at most ``_MOST_RINGS`` of
+        each pipeline. Without pipelines: those that may compute the answer."""
+        known = [key for key in dict.fromkeys(pipelines or self._pipelines) if key in self._pipelines]
+        return [ring for key in known for ring in self._pipelines[key].rings_since(num_rings.get(key, 1))]
 
     async def assets(self) -> Assets:
         """Return tokenizer and template, read once. Raises ModelInvalid."""
@@ -150,6 +207,22 @@ class ModelEntry:
             if self._assets is not None:
                 await self._assets.close()
                 self._assets = None
+
+
+def _together(pipelines: Sequence[_Pipeline]) -> RoutedModel:
+    """Return a model as requests see it, from the reports of its pipelines."""
+    present = [each.served for each in pipelines if not each.away] or [each.served for each in pipelines]
+    first = min(present, key=lambda served: (served.state != "ready", served.replica))
+    if len(pipelines) == 1:
+        return first
+    return replace(
+        first,
+        context_length=min(each.served.context_length for each in pipelines),
+        weight_bytes=sum(served.weight_bytes for served in present),
+        num_requests=sum(served.num_requests for served in present),
+        num_steps=sum(served.num_steps for served in present),
+        num_engines=max(1, sum(served.state == "ready" for served in present)),
+    )
 
 
 class ModelTable:
@@ -230,6 +303,13 @@ class ModelTable:
         plain = name.strip().lower().removesuffix(":latest")
         called = {served.name for served in self._known if plain in (own.lower() for own in served.names)}
         return called.pop() if len(called) == 1 else exact
+
+    def num_engines(self, name: str) -> int:
+        """Return how many pipelines answer for a model; 1 while it is not served."""
+        try:
+            return self.get(name or None).served.num_engines
+        except EdgepipeError:
+            return 1
 
     def is_stopping(self, name: str) -> bool:
         """Return whether the model's engine ends, and none has taken its place."""

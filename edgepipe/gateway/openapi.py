@@ -88,6 +88,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.body is not None:
         schema = {"application/json": {"schema": _ref(endpoint.body.__name__)}}
         operation["requestBody"] = {"required": True, "content": schema}
+    if endpoint.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": endpoint.form}}}
     if endpoint.open:
         operation["security"] = []
     return operation
@@ -137,8 +139,8 @@ def make_page(document: dict[str, Any], *, host: str) -> str:
 
 
 def _shown_operation(method: str, path: str, operation: dict[str, Any]) -> str:
-    body = operation.get("requestBody")
-    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2] if body else ""
+    content = operation.get("requestBody", {}).get("content", {})
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2] if "application/json" in content else ""
     takes = f'<p>Takes <a href="#{name}"><code>{name}</code></a>.</p>' if name else ""
     kinds = ", ".join(operation["responses"]["200"]["content"])
     return (

@@ -58,7 +58,7 @@ class Settings:
             lines.append(f"export {self.key_variable}={key}")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         if self.file:
-            lines += [f"# in {self.file}:", *self.content.splitlines()]
+            lines += [f"# Put these lines into {self.file}:", *self.content.splitlines(), "", "# Then type:"]
         return [*lines, *([self.command] if self.command else [])]
 
 
@@ -93,9 +93,9 @@ def _codex(served: Served) -> Settings:
     ]
     return Settings(
         key_variable="EDGEPIPE_KEY" if served.key_file else "",
-        file="~/.codex/config.toml",
+        file="~/.codex/edgepipe.config.toml",  # a profile: the user's own settings stay as they are
         content="\n".join(lines),
-        command="codex",
+        command="codex --profile edgepipe",
     )
 
 

@@ -97,6 +97,9 @@ def parts_of(delta: Delta) -> Iterator[Delta]:
 
     A reader may hold a long text back, such as a call's arguments, and release it at once.
     """
+    if not delta.calls and max(len(delta.text), len(delta.reasoning)) <= MAX_PART_CHARS:
+        yield delta
+        return
     pieces = [
         *(Delta(choice=delta.choice, text="", ids=(), reasoning=text) for text in _all_but_last(delta.reasoning)),
         *(Delta(choice=delta.choice, text=text, ids=()) for text in _all_but_last(delta.text)),

@@ -92,12 +92,13 @@ def choose_tools(
     notes += [_name_note(given, mapped) for given, mapped in names.changed.items()]
     chosen, forced = _choice(tool_choice, list(found))
     several = parallel_tool_calls is not False and not _names_one(tool_choice)
+    shown = list(found) if chosen else []  # all, whichever may be called: so the head of the prompt stays cached
     return ToolChoice(
         functions={names.for_model(name): found[name].schema for name in chosen},
         all_tools={names.for_model(name): tool for name, tool in found.items()},
         names=names,
         form=CallForm(forced=forced, several=several),
-        tools=tuple(shown_tool(found[name].fields, names.for_model(name)) for name in chosen),
+        tools=tuple(shown_tool(found[name].fields, names.for_model(name)) for name in shown),
         notes=tuple(notes),
     )
 

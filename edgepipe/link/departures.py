@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.backend.types import Activations
+from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.ids import StepId
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.pacing import MOST_PIECE_BYTES, Pacing
@@ -58,7 +58,7 @@ class Departures:
         """Return the number of steps of a class that are not acknowledged."""
         return len(self._outboxes[bulk])
 
-    def put(self, step: StepId, activations: Activations, queued_s: float, *, bulk: bool) -> None:
+    def put(self, step: StepId, activations: Activations | TokenIds, queued_s: float, *, bulk: bool) -> None:
         """Queue a step. Raises LocalProtocolError if a class's steps are not ascending or too many wait."""
         self._outboxes[bulk].put(step, activations, queued_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from edgepipe.backend.types import Activations
+from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.errors import LocalProtocolError
 from edgepipe.ids import StepId
 
@@ -32,7 +32,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._parcels)
 
-    def put(self, step: StepId, activations: Activations, queued_s: float) -> None:
+    def put(self, step: StepId, activations: Activations | TokenIds, queued_s: float) -> None:
         """Queue a step. Raises LocalProtocolError if steps are not ascending or too many wait."""
         if step <= self._last:
             raise LocalProtocolError(f"step {step} was to be sent after step {self._last}")

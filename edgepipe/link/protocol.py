@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import Activations
+from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.ids import StepId
 from edgepipe.wire.plans import LinkSample, OpenRing
 
@@ -71,7 +71,7 @@ class Outgoing(Protocol):
         """Wait until the other side takes frames. ``run`` raises any failure."""
         ...
 
-    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
+    def send(self, step: StepId, activations: Activations | TokenIds, *, bulk: bool) -> None:
         """Queue a step and return at once. The array must not change afterwards. Raises LocalProtocolError if too
         many of its class are queued."""
         ...

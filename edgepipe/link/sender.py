@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from edgepipe.backend.types import Activations
+from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, Retry, SendTimeout
 from edgepipe.ids import StepId
@@ -80,7 +80,7 @@ class RingSender:
         """See ``Outgoing.connected``."""
         await self._connected.wait()
 
-    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
+    def send(self, step: StepId, activations: Activations | TokenIds, *, bulk: bool) -> None:
         """See ``Outgoing.send``."""
         self._departures.put(step, activations, self._clock.monotonic_s(), bulk=bulk)
         if not self._deadlines[bulk].running:
@@ -123,6 +123,8 @@ class RingSender:
             try:
                 await self._stream(ring)
             except EdgepipeError as exc:
+                if _is_cancelled():  # a group of tasks reports a break of the same moment instead
+                    raise asyncio.CancelledError from exc
                 if exc.retry is not Retry.SAFE or isinstance(exc, ConnectTimeout):
                     raise
                 level = (
@@ -259,3 +261,8 @@ class RingSender:
 
     def _expire(self) -> None:
         self._expired.set()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

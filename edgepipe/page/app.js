@@ -1,29 +1,30 @@
 // The page's frame: navigation, the stream of events, and the page that is shown.
 import { html } from "./html.js";
 import { render } from "./vendor/preact.js";
-import { useEffect, useRef, useState } from "./vendor/hooks.js";
-import { keepKey } from "./data/access.js";
-import { withSample } from "./data/history.js";
+import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+import { keepKey, mayManage, openSession } from "./data/access.js";
+import { EMPTY, after } from "./data/state.js";
 import { PageStream } from "./data/stream.js";
 import { Hatches } from "./pictures/memory.js";
-import { ChatSession } from "./data/chat_session.js";
-import { Chat } from "./pages/chat.js";
-import { Connect } from "./pages/connect.js";
 import { Home } from "./pages/home.js";
 
 /**
- * @typedef {import("./data/types.js").View} View
- * @typedef {import("./data/types.js").Sample} Sample
  * @typedef {import("./data/stream.js").StreamState} StreamState
+ * @typedef {import("./data/chat_session.js").ChatSession} ChatSession
+ * @typedef {typeof import("./pages/others.js")} Others
  */
 
 const LOST_MS = 2000; // a shorter pause is no news
 
-/** @type {{id: string, title: string, page: any, alone: boolean}[]} */
+const HOME = "home";
+/** @type {{id: string, title: "Home" | "Chat" | "Models" | "Requests" | "Machines" | "Connect", alone: boolean}[]} */
 const PAGES = [
-  { id: "home", title: "Home", page: Home, alone: false },
-  { id: "chat", title: "Chat", page: Chat, alone: true }, // old chats are readable without the node
-  { id: "connect", title: "Connect", page: Connect, alone: false },
+  { id: HOME, title: "Home", alone: false },
+  { id: "chat", title: "Chat", alone: true }, // old chats are readable without the node
+  { id: "models", title: "Models", alone: false },
+  { id: "requests", title: "Requests", alone: false },
+  { id: "machines", title: "Machines", alone: false },
+  { id: "connect", title: "Connect", alone: false },
 ];
 
 /** @type {Record<string, string>} */
@@ -33,25 +34,42 @@ const LOST = {
 };
 
 function App() {
-  const [view, setView] = useState(/** @type {View | null} */ (null));
-  const [history, setHistory] = useState(/** @type {Record<string, Sample[]>} */ ({}));
+  const [data, setData] = useState(EMPTY);
   const [state, setState] = useState(/** @type {StreamState} */ ("connecting"));
+  const [manages, setManages] = useState(false);
+  const [refused, setRefused] = useState("");
   const [shown, setShown] = useState(shownPage());
   const session = useRef(/** @type {ChatSession | null} */ (null));
-  session.current ??= new ChatSession();
+  const [others, setOthers] = useState(/** @type {Others | null} */ (null));
   const stream = useRef(/** @type {PageStream | null} */ (null));
   useEffect(() => {
-    stream.current = new PageStream((name, data) => {
-      if (name === "view") setView(data);
-      else if (name === "history") setHistory(data.models);
-      else if (name === "sample") setHistory((before) => withSample(before, data.models));
-    }, setState);
-    stream.current.start();
-    void session.current?.load();
-    window.addEventListener("hashchange", () => setShown(shownPage()));
+    const events = new PageStream((name, event) => setData((before) => after(before, name, event)), setState);
+    stream.current = events;
+    const begin = async () => {
+      setRefused(await openSession());
+      setShown(shownPage());
+      events.start();
+      setManages(await mayManage());
+    };
+    void begin();
+    window.addEventListener("hashchange", () => (location.hash.startsWith("#ticket=") ? location.reload() : setShown(shownPage())));
+    window.addEventListener("session", () => setManages(false));
   }, []);
+  const ask = useMemo(() => (/** @type {string} */ path) => stream.current?.ask(path), []);
+  const { view } = data;
+  const wanted = others === null && (view !== null || shown !== HOME);
+  useEffect(() => {
+    if (!wanted) return;
+    const take = (/** @type {Others} */ loaded) => {
+      session.current ??= new loaded.ChatSession();
+      void session.current.load();
+      setOthers(loaded);
+    };
+    import("./pages/others.js").then(take, () => undefined); // again when the connection changes
+  }, [wanted, state]);
   const late = useLate(state !== "live" && state !== "connecting");
-  const { page: Page, title, alone } = PAGES.find((each) => each.id === shown) ?? { page: Home, title: "Home", alone: false };
+  const { title, alone } = PAGES.find((each) => each.id === shown) ?? { title: "Home", alone: false };
+  const Page = title === "Home" ? Home : others?.[title];
   useEffect(() => {
     document.title = `${title} · edgepipe`;
   }, [title]);
@@ -65,14 +83,16 @@ function App() {
           (each) => html`<a href="#${each.id}" aria-current=${each.id === shown ? "page" : null}>${each.title}</a>`,
         )}
       </nav>
+      ${manages ? html`<span class="state ready">may manage</span>` : null}
       <span class="quiet node">${view ? `${view.node.name} · ${view.node.version}` : ""}</span>
     </header>
     ${late && LOST[state] ? html`<p class="news bad banner" role="alert">${LOST[state]}</p>` : null}
+    ${refused ? html`<p class="news bad banner" role="alert">${refused}</p>` : null}
     <main id="content" tabindex="-1">
       ${state === "key"
         ? html`<${KeyForm} onKey=${() => stream.current?.restart()} />`
-        : view || (alone && state !== "connecting")
-          ? html`<${Page} view=${view} history=${history} session=${session.current} />`
+        : Page && (view || (alone && state !== "connecting"))
+          ? html`<${Page} state=${data} manages=${manages} ask=${ask} session=${session.current} />`
           : html`<p class="quiet">Connecting to the node …</p>`}
     </main>
   `;
@@ -80,7 +100,7 @@ function App() {
 
 function shownPage() {
   const name = location.hash.slice(1);
-  return PAGES.some((each) => each.id === name) ? name : "home";
+  return PAGES.some((each) => each.id === name) ? name : HOME;
 }
 
 /** @param {Event} event */
@@ -117,7 +137,7 @@ function KeyForm({ onKey }) {
   };
   return html`<form class="panel" onSubmit=${send}>
     <h1>This node wants its API key</h1>
-    <p>On the node's machine, the file <code>api-key</code> in the node's data directory holds it; <code>edgepipe config show</code> names the directory.</p>
+    <p>On the node's machine, the file <code>api-key</code> in the node's data directory holds it; <code>edgepipe config show</code> names the directory. Or type <code>edgepipe open</code> there.</p>
     <label for="key">API key</label>
     <input id="key" name="key" type="password" autocomplete="off" required />
     <button type="submit">Open</button>

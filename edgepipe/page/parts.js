@@ -1,6 +1,6 @@
 // Small parts that several pages use.
 import { html } from "./html.js";
-import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 
 /**
  * A picture's twin: the same figures as a table.
@@ -58,4 +58,37 @@ export function Copy({ text, label = "Copy" }) {
     setTimeout(() => setSaid(""), 2000);
   };
   return html`<button type="button" class="quiet" onClick=${copy} aria-live="polite">${said || label}</button>`;
+}
+
+/** A problem for people; nothing without a text. @param {{text: string}} props */
+export function Problem({ text }) {
+  return text ? html`<p class="news bad" role="alert">${text}</p>` : null;
+}
+
+/**
+ * A button that asks once more before it acts.
+ *
+ * @param {{label: string, question: string, onYes: () => void}} props
+ */
+export function Confirm({ label, question, onYes }) {
+  const [asks, ask] = useState(false);
+  const yes = useRef(/** @type {HTMLButtonElement | null} */ (null));
+  useLayoutEffect(() => {
+    if (asks) yes.current?.focus();
+  }, [asks]);
+  if (!asks) return html`<button type="button" onClick=${() => ask(true)}>${label}</button>`;
+  return html`<span class="confirm" role="group" aria-label=${question}>
+    <span>${question}</span>
+    <button type="button" ref=${yes} class="danger" onClick=${() => { ask(false); onYes(); }}>Yes</button>
+    <button type="button" onClick=${() => ask(false)}>No</button>
+  </span>`;
+}
+
+/** Offer a text as a file. @param {string} name @param {string} text */
+export function download(name, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

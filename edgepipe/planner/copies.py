@@ -1,6 +1,7 @@
 """Plan copies of a model's parts on disks, so that the loss of a machine never loses a part. PURE.
 
-A model's parts, in the order that a token passes them: 0 the embedding, then the layers, last the norm with the head.
+A model's parts, in the order that a token passes them: 0 the embedding, then the layers, last the norm with the head
+and, of models that have it, the layer that predicts one token more, which counts as one layer behind the others.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class ModelParts:
         found: set[int] = set()
         for part in slices:
             found.update(layer + 1 for layer in part.layers)
-            if part.embedding or (part.head and self.tied):
+            last = len(self.sizes) - 1
+            if part.embedding or (part.head and (self.tied or part.layers.end > last - 1)):
                 found.add(0)
             if part.head:
-                found.add(len(self.sizes) - 1)
+                found.add(last)
         return frozenset(found)
 
     def num_bytes(self, parts: Iterable[int]) -> int:

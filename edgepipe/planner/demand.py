@@ -8,9 +8,10 @@ from enum import Enum
 from edgepipe.backend.cost import StepWork
 from edgepipe.planner.profiles import Speed, StepParts
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.spec.memory_classes import state_slots
+from edgepipe.spec.memory_classes import LEAST_SLOTS, state_slots
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 
+_SLOTS_PER_SEQUENCE = 4  # its state, two snapshots of its prompt, and one of its answer
 _LEAST_KV_TOKENS = 512  # enough for one ordinary question
 
 
@@ -54,11 +55,24 @@ class Demand:
             wanted //= 2
         return [*levels, self.least_kv_tokens]
 
-    def sequences(self, kv_tokens: int) -> int:
+    def slot_choices(self) -> list[int]:
+        """Return the bounds on slots of states to try, most first; only 0 (no bound) for a model without states.
+
+        Each conversation has a slot and snapshots of its own. If no placement keeps so many beside the KV, snapshots
+        are given up: they only save reading a prompt again.
+        """
+        if not self.config.state_bytes():
+            return [0]
+        choices = [max(LEAST_SLOTS, _SLOTS_PER_SEQUENCE * self.concurrency)]
+        while choices[-1] > LEAST_SLOTS:
+            choices.append(max(LEAST_SLOTS, choices[-1] // 2))
+        return choices
+
+    def sequences(self, kv_tokens: int, *, most_slots: int = 0) -> int:
         """Return how many conversations fit into the KV and the slots of states, at most ``concurrency``."""
         most = kv_tokens // self.context_tokens
-        if self.config.state_bytes():
-            most = min(most, state_slots(self.config, kv_tokens))
+        if (slots := state_slots(self.config, kv_tokens, most_slots=most_slots)) is not None:
+            most = min(most, slots.num_slots)
         return max(1, min(self.concurrency, most))
 
 

@@ -29,6 +29,7 @@ class NodeRoom:
     shares_host_memory: bool = False  # the device's memory is the machine's, which all programs share
     packing: str = WIDE  # how it keeps packed weights, see ``resident_bytes``
     kv: str = ""  # form of the served model's KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+    most_slots: int = 0  # of states that it keeps beside the KV; 0: as many as pay, see ``MemoryClasses.states``
     ram_bytes: int = 0  # free host memory for experts beside the device; 0: the node keeps none there
 
     @property
@@ -51,7 +52,7 @@ class NodeRoom:
 
     def layers_kv_bytes(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...]:
         """Return the bytes of each layer's KV on this node, for a KV cache of ``num_tokens``."""
-        return kv_bytes(config, num_tokens, form=self.kv or self.dtype)
+        return kv_bytes(config, num_tokens, form=self.kv or self.dtype, most_slots=self.most_slots)
 
     def kv_bytes(self, config: ModelConfig, layers: Iterable[int], num_tokens: int) -> int:
         """Return the bytes of the KV in some layers, by index, on this node, for a KV cache of ``num_tokens``."""
@@ -83,7 +84,10 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
     Raises PlanInvalid for a gap, an overlap, an unknown node or a bad spelling, NoFeasiblePlacement for lack of room.
     """
     parts = [_read_part(text.strip(), nodes) for text in plan.split(",")]
-    slices = make_slices([layers for _, layers in parts], need.config.num_layers)
+    ranges, count = [layers for _, layers in parts], need.config.num_layers
+    if need.config.has_mtp and ranges[-1].end == count - 1:  # that layer goes where the head is
+        ranges[-1] = LayerRange(ranges[-1].start, count)
+    slices = make_slices(ranges, count)
     placed = tuple(
         Placed(node_id=node.node_id, part=part, ram_percent=node.ram_percent)
         for (node, _), part in zip(parts, slices, strict=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,16 +24,19 @@ from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_weight_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
-from edgepipe.planner.shortage import too_small
+from edgepipe.planner.shortage import narrower_kv, too_small, with_kv
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from edgepipe.spec.memory_classes import most_within
 from edgepipe.units import format_bytes, format_duration_s
 from edgepipe.weights.resident import ResidentSizes
 
+_Result = TypeVar("_Result")
+
 _SLACK = 0.003  # share of the objective to give up for a more even spread of work
 _MUCH_LONGER = 4.0  # factor of the cycle, limit for a first search
 _CONTEXT_STEP = 256  # tokens; granularity of the largest context that fits
+_FORM_LOSS = 0.03  # see ``_most_context``, for forms of KV that the user did not ask for
 _WORTH = 0.01  # smallest gain that justifies another device
 
 
@@ -92,6 +96,11 @@ class Plan:
         )
 
     @property
+    def most_slots(self) -> int:
+        """Bound on the slots of states, for ``StageSettings``; 0: none."""
+        return self.stages[0].machine.room.most_slots
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second by the objective."""
         return (self.single if self.demand.objective is Objective.LATENCY else self.many).tokens_per_s
@@ -118,12 +127,50 @@ def plan(
     """
     constraints = constraints or Constraints()
     able, excluded = choose_machines(machines, constraints)
+    chosen = any(machine.room.most_slots for machine in able)  # where the model is served already
+    choices = [0] if chosen else demand.slot_choices()
+    return with_fewest_given_up(
+        choices,
+        lambda most_slots: _plan(
+            demand,
+            [machine.with_most_slots(most_slots) for machine in able] if most_slots else able,
+            links=links,
+            constraints=constraints,
+            excluded=excluded,
+            explain=explain,
+            advise=most_slots == choices[-1],
+        ),
+    )
+
+
+def with_fewest_given_up(choices: Sequence[int], attempt: Callable[[int], _Result]) -> _Result:
+    """Return the first attempt that finds a placement, of those with ever fewer slots of states.
+
+    Raises the last one's NoFeasiblePlacement if none does.
+    """
+    for most_slots in choices[:-1]:
+        with contextlib.suppress(NoFeasiblePlacement):
+            return attempt(most_slots)
+    return attempt(choices[-1])
+
+
+def _plan(
+    demand: Demand,
+    able: Sequence[Machine],
+    *,
+    links: Links,
+    constraints: Constraints,
+    excluded: Sequence[LeftOut],
+    explain: bool,
+    advise: bool,
+) -> Plan:
+    """See ``plan``, for a bound on the slots of states. ``advise``: an error names the largest context that fits."""
     if constraints.layers:
         rooms = [machine.room for machine in able]
         need = _need(demand, demand.least_kv_tokens)
         placed = place_with_shares(need, rooms, constraints.layers, constraints.experts_in_ram)
         return describe(demand, placed, able, links)
-    best = partial(_best_plan, demand, links=links, constraints=constraints, excluded=excluded)
+    best = partial(_best_plan, demand, links=links, constraints=constraints, excluded=excluded, advise=advise)
     if not constraints.experts_in_ram:
         return best(able, explain=explain)
     return plan_with_shares(
@@ -145,16 +192,17 @@ def _best_plan(
     constraints: Constraints,
     excluded: Sequence[LeftOut],
     explain: bool,
+    advise: bool,
 ) -> Plan:
-    """Return the best plan for machines as they are. See ``plan``."""
+    """Return the best plan for machines as they are. See ``_plan``."""
     search = _Search(demand, able, links, constraints)
     found = search.best()
     if found is None:
         error = too_small(demand, able, num_nodes=constraints.num_nodes)
         obstacles = [unused.machine.obstacle for unused in excluded if unused.machine.obstacle]
         fact, next_step = "; ".join([error.fact, *obstacles]), error.next_step
-        if demand.must_keep_tokens and (most := _most_context(demand, able, links, constraints)):
-            next_step = f"give --context {most} or less; or {next_step}"
+        if advise and demand.must_keep_tokens and (advice := _context_advice(demand, able, links, constraints)):
+            next_step = f"{advice}; or {next_step}"
         raise error.changed(fact=fact, next_step=next_step)
     partition, kv_tokens = found
     result = describe(demand, search.placed(partition), able, links)
@@ -164,16 +212,32 @@ def _best_plan(
     return replace(result, left_out=tuple(left_out), gap=gap)
 
 
-def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, constraints: Constraints) -> int:
-    """Return the largest context that fits, in steps of ``_CONTEXT_STEP``; 0 if the model does not fit."""
+def _context_advice(demand: Demand, machines: Sequence[Machine], links: Links, constraints: Constraints) -> str:
+    """Name the largest context that fits, with the machines' form of KV and with each that takes less memory."""
+    most = {"": _most_context(demand, machines, links, constraints)}
+    whole = replace(demand, must_keep_tokens=demand.config.context_length)
+    for form in narrower_kv(demand, machines):
+        most[f" with --kv {form}"] = _most_context(whole, with_kv(machines, form), links, constraints, loss=_FORM_LOSS)
+    found = [f"--context {tokens} or less{form}" for form, tokens in most.items() if tokens]
+    return f"give {', '.join(found)}" if found else ""
+
+
+def _most_context(
+    demand: Demand, machines: Sequence[Machine], links: Links, constraints: Constraints, *, loss: float = 0.0
+) -> int:
+    """Return the largest context that fits, in steps of ``_CONTEXT_STEP``; 0 if the model does not fit.
+
+    ``loss``: part of it that may be missing, which saves searches.
+    """
     fits, too_many = 0, demand.must_keep_tokens // _CONTEXT_STEP + 1
-    while too_many - fits > 1:
-        tried = (fits + too_many) // 2
+    tried = too_many - 1 if loss else too_many // 2  # all may fit
+    while too_many - fits > max(1, loss * fits):
         fewer = replace(demand, must_keep_tokens=tried * _CONTEXT_STEP)
         if _Search(fewer, machines, links, constraints).best() is not None:
             fits = tried
         else:
             too_many = tried
+        tried = (fits + too_many) // 2
     return fits * _CONTEXT_STEP
 
 
@@ -184,7 +248,8 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
     need = _need(demand, 0)
     kv_tokens = _kv_room(demand, placed, by_id)
     ring = Ring(demand, placed, by_id, links)
-    single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
+    most_slots = by_id[placed[0].node_id].room.most_slots
+    single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens, most_slots=most_slots))
     wanted = min(kv_tokens, demand.context_tokens * demand.concurrency)
     stages = tuple(
         PlannedStage(
@@ -363,7 +428,9 @@ class _Search:
             )
 
     def _sequences(self, kv_tokens: int) -> int:
-        return self._demand.sequences(kv_tokens) if self._demand.objective is Objective.THROUGHPUT else 1
+        if self._demand.objective is Objective.LATENCY:
+            return 1
+        return self._demand.sequences(kv_tokens, most_slots=self._machines[0].room.most_slots)
 
     def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Partition | None:
         """Return the best partition over all M, or those up to ``most``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
@@ -18,7 +18,7 @@ from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL, parse_itl_goal
 from edgepipe.spec.expert_places import AUTO
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.layout import slice_parameters
-from edgepipe.spec.memory_classes import state_slots
+from edgepipe.spec.memory_classes import AUTO_TIER_PARTS, most_within, state_slots
 from edgepipe.units import format_bytes
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import WIDE, slice_bytes
@@ -101,6 +101,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
 def plan_as_dict(found: Plan) -> dict[str, Any]:
     """Convert a plan to plain values."""
     demand, many = found.demand, found.many
+    slots = state_slots(demand.config, found.kv_tokens, most_slots=found.most_slots)
     return {
         "objective": demand.objective.value,
         "concurrency": demand.concurrency,
@@ -112,7 +113,8 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "left_out": [{"node": unused.machine.name, "reason": unused.reason} for unused in found.left_out],
         "experts_in_ram": experts_text(found),
         "kv_tokens": found.kv_tokens,
-        "state_slots": state_slots(demand.config, found.kv_tokens),
+        "host_kv_tokens": host_kv_tokens(found),
+        "state_slots": slots.num_slots if slots is not None else 0,
         "state_bytes": demand.config.state_bytes(),
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
@@ -123,6 +125,18 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "source": MEASURED if found.measured else ESTIMATED,
         **_rates(found),
     }
+
+
+def host_kv_tokens(found: Plan) -> int:
+    """Return the tokens of idle conversations that ``--kv-ram auto`` keeps in host memory; 0: a stage has none."""
+    config, stages = found.demand.config, found.stages
+
+    def tokens(stage: PlannedStage) -> int:
+        room = replace(stage.machine.room, most_slots=0)
+        free = max(0, room.ram_bytes - stage.ram_bytes) // AUTO_TIER_PARTS
+        return most_within(free, lambda count: room.kv_bytes(config, stage.part.layers, count))
+
+    return min(map(tokens, stages), default=0) if all(stage.machine.room.ram_bytes for stage in stages) else 0
 
 
 def plan_text(found: Plan) -> str:

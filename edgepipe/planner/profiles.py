@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
-from edgepipe.backend.devices import DeviceModel
+from edgepipe.backend.devices import CUDA_LAUNCH_LAYER_S, CUDA_LAUNCH_ROW_S, DeviceModel
 from edgepipe.backend.expert_reads import ExpertShare, cleaned
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
@@ -255,7 +255,8 @@ def _cost_model(
 def _as_table(profile: DeviceProfile) -> DeviceModel:
     """Build a data-sheet device from a profile, with overheads assumed by its kind."""
     guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
-    step_s, layer_s = _CUDA_OVERHEADS_S if profile.device.startswith("cuda") else guessed
+    is_cuda = profile.device.startswith("cuda")
+    step_s, layer_s = _CUDA_OVERHEADS_S if is_cuda else guessed
     return DeviceModel(
         name=profile.name,
         memory_bytes=profile.memory_total_bytes,
@@ -263,6 +264,8 @@ def _as_table(profile: DeviceProfile) -> DeviceModel:
         flops=profile.flops,
         step_overhead_s=step_s,
         layer_overhead_s=layer_s,
+        launch_layer_s=CUDA_LAUNCH_LAYER_S if is_cuda else 0.0,
+        launch_row_s=CUDA_LAUNCH_ROW_S if is_cuda else 0.0,
         ram_bytes_per_s=profile.ram_bytes_per_s,
     )
 
@@ -287,6 +290,10 @@ class Machine:
     def name(self) -> str:
         """Name of its node."""
         return self.room.name
+
+    def with_most_slots(self, most_slots: int) -> Machine:
+        """Return the machine with a bound on its slots of states, see ``NodeRoom``."""
+        return replace(self, room=replace(self.room, most_slots=most_slots))
 
     def with_ram_percent(self, percent: int) -> Machine:
         """Return the machine with ``percent`` of each layer's experts in host memory; 0: as its node is."""

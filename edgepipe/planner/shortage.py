@@ -10,7 +10,8 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, ram_stage_bytes, stage_bytes, stage_weight_bytes
 from edgepipe.planner.profiles import Machine
-from edgepipe.spec.facts import KV_8BIT, LayerRange, Slice
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.units import format_bytes
 from edgepipe.weights.mixes import mix_table
 
@@ -114,6 +115,18 @@ def share_bytes(demand: Demand, rooms: Sequence[NodeRoom], percent: int) -> int:
     return min(ram_stage_bytes(need, room.with_ram_percent(percent), _whole(demand).layers) for room in rooms)
 
 
+def narrower_kv(demand: Demand, machines: Sequence[Machine]) -> list[str]:
+    """Return the forms of KV that the model can have and that take less memory than the machines', the widest first."""
+    own = {machine.room.kv for machine in machines}
+    first = 1 + max((KV_FORMS.index(form) for form in own if form in KV_FORMS), default=-1)
+    return [form for form in KV_FORMS[first:] if demand.config.keeps_kv_as(form)]
+
+
+def with_kv(machines: Sequence[Machine], form: str) -> list[Machine]:
+    """Return the machines with KV in a form."""
+    return [replace(machine, room=replace(machine.room, kv=form)) for machine in machines]
+
+
 def _whole(demand: Demand) -> Slice:
     return Slice(index=0, layers=LayerRange(0, demand.config.num_layers), embedding=True, head=True)
 
@@ -158,10 +171,12 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
     saved = _movable_bytes(demand, machines)
     if saved > 0:
         yield Help(what=IN_RAM, gain_bytes=saved, enough=least_share(demand, machines) is not None)
-    halved = [replace(machine, room=replace(machine.room, kv=KV_8BIT)) for machine in machines]
-    saved = short.kv_bytes - _whole_bytes(demand, halved, demand.least_kv_tokens)[1]
-    if saved >= min(missing, _WORTH_CLOSING_BYTES):
-        yield Help(what=f"--kv {KV_8BIT}", gain_bytes=saved, enough=saved >= missing)
+    for form in narrower_kv(demand, machines):
+        saved = short.kv_bytes - _whole_bytes(demand, with_kv(machines, form), demand.least_kv_tokens)[1]
+        if saved >= min(missing, _WORTH_CLOSING_BYTES):
+            yield Help(what=f"--kv {form}", gain_bytes=saved, enough=saved >= missing)
+        if saved >= missing:
+            break  # a form with fewer bits only costs precision
     if demand.least_kv_tokens > _SHORT_CONTEXT:
         saved = short.kv_bytes - _whole_bytes(demand, machines, _SHORT_CONTEXT)[1]
         yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from edgepipe.sampling.draws import draw
     from edgepipe.sampling.logprobs import LogprobLog, PromptLogprobs, TokenLogprobs
     from edgepipe.sampling.params import GrammarSpec, SamplingParams
-    from edgepipe.sampling.sampler import Sampled, SampleRow, sample
+    from edgepipe.sampling.sampler import SKIPPED, Sampled, SampleRow, sample, window_starts
     from edgepipe.sampling.sequence import SequenceSampler, StartGrammar
 
 _MODULES = {
+    "SKIPPED": "sampler",
     "GrammarSpec": "params",
     "LogprobLog": "logprobs",
     "PromptLogprobs": "logprobs",
@@ -30,9 +31,11 @@ _MODULES = {
     "logit_edits": "device",
     "sample": "sampler",
     "sample_picked": "device",
+    "window_starts": "sampler",
 }
 
 __all__ = [
+    "SKIPPED",
     "GrammarSpec",
     "LogprobLog",
     "PromptLogprobs",
@@ -46,6 +49,7 @@ __all__ = [
     "logit_edits",
     "sample",
     "sample_picked",
+    "window_starts",
 ]
 
 

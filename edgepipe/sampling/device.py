@@ -7,6 +7,7 @@ each row's total and its most likely tokens. A whole row is fetched only for a d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +17,17 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.sampling.choice import Candidates, choose
 from edgepipe.sampling.logprobs import TokenLogprobs
 from edgepipe.sampling.rows import check_highest, choose_from_row, token_logprobs
-from edgepipe.sampling.sampler import Sampled, SampleRow
+from edgepipe.sampling.sampler import Sampled, SampleRow, along_windows, window_starts
 from edgepipe.sampling.sequence import SequenceSampler
 
 
 def logit_edits(rows: Sequence[SampleRow]) -> LogitEdits:
-    """Collect the edits for the device. A failed row gets no edits; sampling reports its error."""
-    parts = [_row_edits(row) for row in rows]
+    """Collect the edits for the device. A failed row gets no edits; sampling reports its error.
+
+    Those of a window's later rows assume the drafts before them.
+    """
+    bounds = [*window_starts(rows), len(rows)]
+    parts = [edits for start, end in pairwise(bounds) for edits in _window_edits(rows[start:end])]
     masks = [mask for _, _, _, mask in parts]
     return LogitEdits(
         rows=np.repeat(np.arange(len(rows), dtype=np.int32), [len(ids) for ids, _, _, _ in parts]),
@@ -37,23 +42,40 @@ def logit_edits(rows: Sequence[SampleRow]) -> LogitEdits:
 
 def sample_picked(picked: PickedCandidates, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Sample like ``sample``, from the device's candidates after ``logit_edits`` of the same rows."""
-    return [_sample_row(picked, index, row) for index, row in enumerate(rows)]
+    return along_windows(rows, lambda index, row: _sample_row(picked, index, row))
 
 
 _Edits = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int32] | None]
 
 
-def _row_edits(row: SampleRow) -> _Edits:
-    """Return tokens, repetition factors, additions and mask of one row."""
-    sampler = row.sampler
+_NONE: _Edits = (np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), None)
+
+
+def _window_edits(rows: Sequence[SampleRow]) -> list[_Edits]:
+    """Return the edits of one sequence's rows; none from the first on whose draft its grammar forbids."""
+    sampler, found = rows[0].sampler, list[_Edits]()
     try:
         with sampler.lock:
-            sampler.begin(row.position)
-            mask, banned = sampler.allowed(row.position)
-            edits = sampler.edits
-            ids, repetition, add = edits.ids.copy(), edits.repetition.copy(), edits.add.copy()
+            sampler.begin(rows[0].position)
+            found.append(_edits(sampler, rows[0].position))
+            ahead = sampler.fork() if len(rows) > 1 else sampler
+            for before, row in pairwise(rows):
+                assert before.draft is not None, "the rows of a window are joined by drafts"
+                mask = found[-1][3]
+                if mask is not None and not mask[before.draft >> 5] >> (before.draft & 31) & 1:
+                    break  # the grammar itself must not see it: it would count as broken
+                ahead.took(before.draft)
+                found.append(_edits(ahead, row.position))
     except EdgepipeError:
-        return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), None
+        pass
+    return found + [_NONE] * (len(rows) - len(found))
+
+
+def _edits(sampler: SequenceSampler, position: int) -> _Edits:
+    """Return tokens, repetition factors, additions and mask of one row."""
+    mask, banned = sampler.allowed(position)
+    edits = sampler.edits
+    ids, repetition, add = edits.ids.copy(), edits.repetition.copy(), edits.add.copy()
     if len(banned):
         add[np.isin(ids, banned)] = -np.inf
         new = banned[~np.isin(banned, ids)]

@@ -7,6 +7,7 @@ buffers: a sequence contains only a few thousand of 152,000 tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,14 @@ class TokenEdits:
             for token in prompt:
                 place = self._entry(token)
                 self._repetition[place] = params.repetition_penalty
+
+    def fork(self) -> TokenEdits:
+        """Return a copy that goes on with other tokens."""
+        other = copy(self)
+        other._place = dict(self._place)
+        other._ids, other._add = self._ids.copy(), self._add.copy()
+        other._repetition, other._counts = self._repetition.copy(), self._counts.copy()
+        return other
 
     def __len__(self) -> int:
         return len(self._place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -260,6 +261,14 @@ class GrammarState:
             self._keys = KeyMeter(tokenizer.quoted, opening=opening, closing=closing)
         self._mask: Bitmask | None = None  # mask of the current state
 
+    def fork(self) -> GrammarState:
+        """Return a copy that goes on with other tokens."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._budget = self._budget.fork() if self._budget is not None else None
+        other._keys = self._keys.fork() if self._keys is not None else None
+        return other
+
     def take(self, token: int) -> None:
         """Append ``token`` to the output."""
         self.follow(token)
@@ -286,6 +295,14 @@ class GrammarState:
             mask, numbers = bits[: self._built.tokenizer.num_words], self._built.number_bounds
             self._mask = self._bound(mask if numbers is None else numbers.bounded(mask, self._tail))
         return self._mask
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens as far as the grammar leaves no choice, in the model's usual tokens."""
+        if self._matcher.is_stopped():
+            return ()
+        tokens = self._matcher.compute_ff_tokens()
+        self._check()
+        return tokens
 
     def _bound(self, mask: Bitmask) -> Bitmask:
         """Return the mask without keys that an object has, or with only the token that must come.

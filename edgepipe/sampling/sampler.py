@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ class SampleRow:
 
     sampler: SequenceSampler
     position: int  # 0-based among the output tokens
+    # The token at this position that the next row assumes, which belongs to the same sequence; None: no row does.
+    draft: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,39 @@ class Sampled:
     error: EdgepipeError | None = None  # reason why the sequence ends; ``token`` is then invalid
 
 
+SKIPPED = Sampled(-1)
+"""Result of a row whose logits mean nothing: its window has ended before it."""
+
+
 def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
-    """Sample one token per row. Each row is independent of the others.
+    """Sample one token per row; ``SKIPPED`` for a row that assumes another token than was sampled before it.
 
     logits  [R, V] float32, overwritten; -inf bans a token
 
-    Greedy rows take the highest logit, the smallest id among equals. Other rows take the token whose share of the
-    distribution, ordered from the most to the least likely, contains the draw. A row with a NaN, an infinite
-    maximum or a failed grammar returns an error.
+    Rows of different sequences are independent. Greedy rows take the highest logit, the smallest id among equals. Other
+    rows take the token whose share of the distribution, ordered from the most to the least likely, contains the draw. A
+    row with a NaN, an infinite maximum or a failed grammar returns an error.
     """
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"{len(rows)} rows for logits of shape {list(logits.shape)}")
     scratch = np.empty(logits.shape[1], np.float32)
-    return [_sample_row(logits[index], row, scratch) for index, row in enumerate(rows)]
+    return along_windows(rows, lambda index, row: _sample_row(logits[index], row, scratch))
+
+
+def along_windows(rows: Sequence[SampleRow], sample_one: Callable[[int, SampleRow], Sampled]) -> list[Sampled]:
+    """Sample row after row. A window, which is the rows of one sequence, ends at the first token that is no draft."""
+    found: list[Sampled] = []
+    goes_on = True
+    for index, row in enumerate(rows):
+        one = sample_one(index, row) if goes_on else SKIPPED
+        found.append(one)
+        goes_on = row.draft is None or (one.error is None and one.token == row.draft)
+    return found
+
+
+def window_starts(rows: Sequence[SampleRow]) -> list[int]:
+    """Return the index of each window's first row."""
+    return [index for index in range(len(rows)) if not index or rows[index - 1].draft is None]
 
 
 def _sample_row(logits: Logits, row: SampleRow, scratch: Logits) -> Sampled:

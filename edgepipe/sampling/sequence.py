@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,14 @@ class SequenceSampler:
         if self.params.grammar is not None and self._grammar is None:
             self._grammar = self._open_grammar()
 
+    def fork(self) -> SequenceSampler:
+        """Return a copy that goes on with other tokens, after ``begin``. It shares the lock, which the caller holds."""
+        other = copy(self)
+        other._generated = list(self._generated)
+        other._edits = self.edits.fork()
+        other._grammar = self._grammar.fork() if self._grammar is not None else None
+        return other
+
     def allowed(self, position: int) -> tuple[Bitmask | None, npt.NDArray[np.int64]]:
         """Return the allowed tokens at the current position: a mask (None: all), and additionally banned tokens.
 
@@ -106,6 +115,10 @@ class SequenceSampler:
             self.edits.took(token)
             if self._grammar is not None:
                 self._grammar.take(token)
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens as far as the grammar leaves no choice, in the model's usual tokens."""
+        return self._grammar.forced() if self._grammar is not None else ()
 
     def look_ahead(self) -> None:
         """Compute the grammar's next mask now, while the sequence's next step passes through the pipeline."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -59,6 +60,12 @@ class ThoughtMeter:
         self._thoughts = Thoughts(opening=budget.opening, closing=budget.closing)
         self._token_bytes = token_bytes
         self._encode = encode
+
+    def fork(self) -> ThoughtMeter:
+        """Return a copy that goes on with other tokens."""
+        other = copy(self)
+        other._thoughts = copy(self._thoughts)
+        return other
 
     def take(self, token: int) -> None:
         """Append a token to the output."""

@@ -89,13 +89,18 @@ class _Json:
 
     def would_repeat(self, text: bytes) -> bool:
         """Return whether an object would have a key twice after this text."""
+        other = self.fork()
+        other.repeated = False
+        other.take(text)
+        return other.repeated
+
+    def fork(self) -> _Json:
+        """Return a copy that goes on with another text."""
         other = copy(self)
         other.stack = [
             None if each is None else _Object(keys=dict(each.keys), expects_key=each.expects_key) for each in self.stack
         ]
-        other.repeated = False
-        other.take(text)
-        return other.repeated
+        return other
 
     def take(self, text: bytes) -> None:
         """Append to the text."""
@@ -149,6 +154,12 @@ class KeyMeter:
         self._tokens = tokens
         self._thoughts = Thoughts(opening=opening, closing=closing)
         self._json = _Json()
+
+    def fork(self) -> KeyMeter:
+        """Return a copy that goes on with other tokens."""
+        other = copy(self)
+        other._thoughts, other._json = copy(self._thoughts), self._json.fork()
+        return other
 
     def take(self, token: int) -> None:
         """Append a token to the output."""

@@ -4,8 +4,9 @@ No clock, no network, no randomness. The engine drives it against real stages, t
 """
 
 from edgepipe.scheduler.blocks import BlockAllocator
+from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import KVPool
-from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
+from edgepipe.scheduler.limits import HostRates, SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import (
     POLICIES,
     Load,
@@ -16,7 +17,6 @@ from edgepipe.scheduler.policy import (
     make_policy,
 )
 from edgepipe.scheduler.scheduler import Scheduler
-from edgepipe.scheduler.tables import KeptPools
 from edgepipe.scheduler.types import (
     EndReason,
     Event,
@@ -33,6 +33,7 @@ __all__ = [
     "BlockAllocator",
     "EndReason",
     "Event",
+    "HostRates",
     "KVPool",
     "KeptPools",
     "Load",

@@ -18,10 +18,11 @@ from itertools import islice
 
 import numpy as np
 
-from edgepipe.backend.types import BlockRun
+from edgepipe.backend.types import BlockRun, TierMove
 from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.blocks import BlockAllocator, Ids, ids_of
+from edgepipe.scheduler.blocks import BlockAllocator, Ids, blocks_of, ids_of
+from edgepipe.scheduler.host_tier import HostTier
 
 Key = bytes
 """Hash of all tokens from a sequence's first to a block's last. It is collision-resistant: with a collision, a user
@@ -84,8 +85,10 @@ class KVPool:
     Any other pool evicts the longest-idle blocks, wherever they are.
     """
 
-    def __init__(self, num_blocks: int, *, contiguous: bool) -> None:
+    def __init__(self, num_blocks: int, *, contiguous: bool, host: HostTier | None = None) -> None:
+        """``host``: takes current blocks that are evicted."""
         self.num_blocks = num_blocks
+        self.host = host
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
         self._by_key: dict[Key, int] = {}  # block of each key in the order of ``enter``, evicted blocks included
@@ -115,9 +118,12 @@ class KVPool:
         """Number of blocks in the cache."""
         return self._num_cached
 
-    def carry_over(self) -> KVPool:
-        """Return a pool for the next epoch with the same cache and without tables."""
-        pool = KVPool(self.num_blocks, contiguous=self._contiguous)
+    def carry_over(self, host: HostTier | None = None, unsettled: Sequence[TierMove] = ()) -> KVPool:
+        """Return a pool for the next epoch with the same cache and without tables.
+
+        unsettled  moves that not all stages have performed for certain: what they brought to the device is forgotten
+        """
+        pool = KVPool(self.num_blocks, contiguous=self._contiguous, host=host)
         pool._by_key, pool._keys = dict(self._by_key), list(self._keys)
         pool._all_idle_since[:] = self._all_idle_since
         pool._now, pool._num_idle, pool._num_cached = self._now, self._num_idle, self._num_cached
@@ -126,17 +132,23 @@ class KVPool:
         pool._blocks.take(entered)
         pool._make_idle(entered[self._all_idle_since[entered] == 0])
         pool._stale, pool.stale_to = set(self._stale), self.stale_to
+        moved = {move.place for move in unsettled if host is not None and move.number == host.number and not move.out}
+        for block in moved:
+            if pool._idle_since[block] != NOT_CACHED:
+                pool._forget(block)
         return pool
 
     def lose(self, last_slice: int) -> None:
         """Mark all cached blocks stale: the stages up to this slice lack their KV, earlier losses included."""
         self.stale_to = last_slice
         self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
+        if self.host is not None:
+            self.host.lose()
 
     @property
     def any_stale(self) -> bool:
-        """Whether the cache has a stale block."""
-        return bool(self._stale)
+        """Whether the cache or host memory has a stale block."""
+        return bool(self._stale) or (self.host is not None and self.host.any_stale)
 
     def is_stale(self, block: int) -> bool:
         """Return whether this cached block is stale."""
@@ -197,6 +209,38 @@ class KVPool:
         """Return the cached block with this key, or None."""
         block = self._by_key.get(key)
         return None if block is None or self._idle_since[block] == NOT_CACHED else block
+
+    def is_known(self, key: Key) -> bool:
+        """Return whether a block with this key is cached on the device or kept in host memory."""
+        return self.block_of(key) is not None or (self.host is not None and key in self.host)
+
+    def restore(self, keys: Sequence[Key], *, count: int, room: int) -> bool:
+        """Cache blocks again that host memory keeps, in a table of ``count`` blocks that begins with them.
+
+        The caller holds the other blocks that it needs. ``room``: as for ``allocate``. Return whether all ``keys`` are
+        back; the pool may have too few blocks, or lose one of them where host memory is short.
+        """
+        host = self.host
+        if host is None or max(count, len(keys)) > self.free_blocks:
+            return False
+        with host.pinned(keys):
+            table = self.allocate(max(count, len(keys)), room=room)
+            for key, block in zip(keys, blocks_of(table)[: len(keys)].tolist(), strict=True):
+                self._name(block, key)
+                self._idle_since[block] = 0
+                self._num_cached += 1
+                self._blocks.retain_one(block)
+                if host.restore(key, block):
+                    self._stale.add(block)
+        self.release(table)
+        return True
+
+    def gather(self, keys: Sequence[Key]) -> None:
+        """Evict the idle blocks with these keys, so that ``restore`` brings all of them back in one run."""
+        found = [block for key in keys if (block := self.block_of(key)) is not None]
+        if self.host is not None and not self.held(found) and not self._stale.intersection(found):
+            with self.host.pinned(keys):
+                self._evict(found)
 
     def num_current(self, blocks: Sequence[int]) -> int:
         """Count the leading blocks that are not stale."""
@@ -347,7 +391,11 @@ class KVPool:
         return values
 
     def _evict(self, blocks: Ids | list[int]) -> None:
-        """Remove idle blocks from the cache, which frees them."""
+        """Remove idle blocks from the cache, which frees them. Current ones move to host memory."""
+        if self.host is not None:
+            for block in map(int, blocks):
+                if block not in self._stale:
+                    self.host.store(self._keys[block], block)
         if len(blocks) < 2:  # the usual case in a full pool
             for block in blocks:
                 self._forget(int(block))

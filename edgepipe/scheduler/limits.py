@@ -8,6 +8,28 @@ from edgepipe.spec.memory_classes import StateSlots, WindowPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """Predicted times of copies between the device and host memory, and of what they save, on the slowest stage."""
+
+    block_s: float  # of one copy of a block of the context
+    slot_s: float  # of one copy of a sequence's state
+    token_s: float  # of computing a token of a prompt
+    goal_s: float | None = None  # that copies may add to a decode's turn; None: no bound
+
+    def pays(self, num_blocks: int, num_slots: int, *, saved_tokens: int) -> bool:
+        """Return whether bringing blocks and states back is faster than computing ``saved_tokens`` again.
+
+        Each may push out another one.
+        """
+        return 2 * (num_blocks * self.block_s + num_slots * self.slot_s) < saved_tokens * self.token_s
+
+    @property
+    def most_blocks(self) -> int | None:
+        """Blocks that may come back in one step beside decodes; None: no bound."""
+        return None if self.goal_s is None or not self.block_s else max(1, int(self.goal_s / (2 * self.block_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Capacity of the pipeline."""
 
@@ -21,12 +43,15 @@ class SchedulerLimits:
     prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
     windows: tuple[WindowPool, ...] = ()  # pools of the layers that keep a window; empty: all keep the context
     states: StateSlots | None = None  # pool of recurrent layers' states; None: no layer is recurrent
+    # Host memory below the device: blocks of each memory class, and slots of states if there are any; empty: none.
+    host_places: tuple[int, ...] = ()
+    host_rates: HostRates | None = None  # None: not known; then everything comes back, at once
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
-        """Blocks of each memory class, and slots of states if there are any."""
+        """Blocks of each memory class, and slots of states if there are any; behind them those in host memory."""
         slots = () if self.states is None else (self.states.num_slots,)
-        return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
+        return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots, *self.host_places)
 
     @property
     def slack_tokens(self) -> int:
@@ -58,5 +83,8 @@ class SchedulerStats:
     cached_tokens: int  # admitted tokens found in the prefix cache
     computed_tokens: int  # count since the start, prefill and decode
     kept_tokens: int = 0  # tokens of sequences from the previous epoch that were found still computed
+    host_blocks: int = 0  # blocks of the context that host memory has room for
+    used_host_blocks: int = 0  # blocks of the context in host memory
+    restored_tokens: int = 0  # count since the start: tokens of the prefix cache that came back from host memory
     # Tokens of the same sequences that the first stages recomputed, up to the last one that lost them.
     replayed_tokens: int = 0

@@ -12,6 +12,9 @@ prompt take the slowest server equally long: attention grows with the position, 
 
 While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
 by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second.
+
+Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
+third. As long as the weights bound a step, many decodes of batches fit into that.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import NamedTuple
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import ConfigInvalid
+from edgepipe.scheduler.chat_turns import ChatTurns
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import parse_duration_s
 
@@ -32,7 +36,7 @@ DEFAULT_ITL_GOAL = "100ms"
 MIN_CHUNK_TOKENS = 32
 """Smallest planned chunk: a smaller one costs a ring about as much."""
 
-HOST_S = 0.0005
+HOST_S = 0.0008
 """Estimate of a step's fixed work on the host of each slice: plans, messages, waking threads."""
 
 _LONGEST_GOAL_S = 60.0
@@ -41,8 +45,10 @@ _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is r
 _FINER = 1.3  # factor between the numbers of chunks that are compared
 _SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for few tokens end at such edges
 _PRECISION = 16  # sizes are found within a sixteenth
+_BESIDE_BATCH = 1.35  # turn of chats beside a batch, as a multiple of their turn alone
+_MOST_BATCH_ROWS = 1024
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
-_EQUAL_ENDS = 0.01  # the same of a prompt's last moment, if no sequence decodes
+_EQUAL_ENDS = 0.02  # the same of a prompt's last moment, if no sequence decodes: each step costs the hosts work
 _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a quarter of one
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
@@ -100,6 +106,8 @@ class Waiting(NamedTuple):
     context: int = 1  # tokens that each of them attends to, in the mean
     micro_batches: int = 1  # M
     protected: bool = False  # whether one of the decoding sequences is interactive
+    chats: int = 0  # interactive sequences among ``decodes``
+    batch: bool = False  # whether all prompts that wait belong to batches
 
 
 class Chunk(NamedTuple):
@@ -111,6 +119,30 @@ class Chunk(NamedTuple):
     bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
     over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
     spaced: bool = False  # whether steps without decodes join one by one, so that no decode waits for several
+
+
+class BesideChats(NamedTuple):
+    """What batches may decode beside chats."""
+
+    rows: int  # of each step
+    in_flight: int  # steps with decodes in flight, of chats and batches
+
+
+class PromptsAlone(NamedTuple):
+    """The chunks of prompts beside which nothing decodes."""
+
+    chunk_s: float  # expected for each on the slowest server
+    turn_s: float  # the same around the ring
+    number: int
+
+
+class _Target(NamedTuple):
+    """How long the chunks of a prompt take, and an example of what this was chosen for."""
+
+    prompt: int  # identity of the oldest prompt
+    chunk_s: float  # on the slowest server
+    example: StepWork  # a chunk of that length
+    seconds: float  # expected for it at the time of the choice
 
 
 class Pacer:
@@ -134,9 +166,13 @@ class Pacer:
         self._most = most_tokens
         self._most_in_flight = most_prompt_steps(len(ring.stages)) - 1
         self._room = most_in_flight_tokens or inf
-        self._target: tuple[int, float] | None = None  # oldest prompt, and the seconds of its chunks
+        self._target: _Target | None = None
         self._tokens = 0  # size of the newest chunk: where the search for the next one begins
-        self._beside: tuple[tuple[int, int, int], Chunk] | None = None  # newest choice beside decodes, and its load
+        # Newest choice beside decodes, and its load.
+        self._beside: tuple[tuple[int, int, int, bool], Chunk] | None = None
+        # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
+        self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
+        self._chat_turns = ChatTurns(_BESIDE_BATCH)
 
     def passage(self, work: StepWork) -> Passage | None:
         """Return a step's expected times; None while a stage's are not known."""
@@ -156,6 +192,73 @@ class Pacer:
             if seconds > longest_s:
                 slowest, longest_s = f"link {index}-{index + 1}", seconds
         return Passage(longest_s, sum_s + self._ring.latency_s(), slowest)
+
+    @property
+    def times(self) -> RingTimes:
+        """Expected times of steps."""
+        return self._ring
+
+    @property
+    def num_stages(self) -> int:
+        """Number of devices."""
+        return len(self._ring.stages)
+
+    def decode_passage(self, rows: int, *, context: int) -> Passage | None:
+        """Return the expected times of a step of decodes that attend to ``context`` tokens each; None while unknown."""
+        return self.passage(_decodes(Waiting(prompt=0, position=0, left=0, others=0, context=context), rows))
+
+    def beside_chats(self, chats: int, *, context: int, micro_batches: int) -> BesideChats | None:
+        """Return what batches may decode beside ``chats`` decodes of chats, so that these hardly notice them.
+
+        More steps in flight than the chats need keep a ring busy, but lengthen a chat's turn. None while a stage's
+        times are not known, and where no goal protects chats.
+        """
+        if self._goal_s is None:
+            return None
+        load = (_about(chats), _about(context), micro_batches)
+        if self._batch is None or self._batch[0] != load or not self._still_takes(*self._batch[1:], chats, context):
+            own = self.decode_passage(-(-chats // micro_batches), context=context)
+            if own is None:
+                return None
+            limit_s = _BESIDE_BATCH * _turn_s(own, min(chats, micro_batches))
+            choices = [
+                self._most_beside(chats, in_flight, context=context, limit_s=limit_s)
+                for in_flight in range(1, micro_batches + 1)
+            ]
+            best = max(choices, key=lambda choice: choice.rows * choice.in_flight)
+            passage = self.decode_passage(-(-chats // best.in_flight) + best.rows, context=context)
+            self._batch = (load, best, passage.server_s if passage is not None else 0.0)
+        rows, in_flight = self._batch[1]
+        return BesideChats(max(1, int(rows * self._chat_turns.share)), in_flight)
+
+    def _still_takes(self, choice: BesideChats, chosen_s: float, chats: int, context: int) -> bool:
+        """Whether such a step takes about as long as when it was chosen."""
+        passage = self.decode_passage(-(-chats // choice.in_flight) + choice.rows, context=context)
+        return passage is not None and abs(passage.server_s - chosen_s) <= _CHANGED * chosen_s
+
+    def _most_beside(self, chats: int, in_flight: int, *, context: int, limit_s: float) -> BesideChats:
+        """Return the most rows of so many steps in flight; one where even that takes too long, in one step."""
+        own = -(-chats // in_flight)
+        low, high = 0, _MOST_BATCH_ROWS + 1
+        while high - low > max(1, low // _PRECISION):
+            middle = (low + high) // 2
+            passage = self.decode_passage(own + middle, context=context)
+            if passage is not None and _turn_s(passage, in_flight) <= limit_s:
+                low = middle
+            else:
+                high = middle
+        return BesideChats(max(low, 1 if in_flight == 1 else 0), in_flight)
+
+    def note_turn(self, seconds: float, chats: int, *, beside: bool, context: int, micro_batches: int) -> None:
+        """Record the time between two tokens of a chat, ``beside`` sequences of batches or without them."""
+        alone = self.decode_passage(-(-chats // micro_batches), context=context)
+        if alone is None:
+            return
+        expected_s = _turn_s(alone, min(chats, micro_batches)) - self._ring.latency_s()
+        if not beside:
+            self._chat_turns.alone(seconds, expected_s)
+        elif self._chat_turns.beside(seconds, expected_s):
+            self._beside = None
 
     def most_tokens(self, position: int, *, waiting: int) -> int:
         """Return the most prompt tokens of a step that begins at ``position``, however long they take others.
@@ -181,12 +284,16 @@ class Pacer:
 
     def _chunk_alone(self, waiting: Waiting) -> Chunk | None:
         target = self._target
-        if target is None or target[0] != waiting.prompt:
-            if (target_s := self._best_s(waiting)) is None:
+        if target is None or target.prompt != waiting.prompt or self._became_faster(target):
+            if (best := self._best(waiting)) is None:
                 return None
-            self._target = target = (waiting.prompt, target_s)
+            target_s = best.chunk_s
             self._tokens = self._most
-        tokens = self._tokens = self._equal(waiting, target[1])
+            example = _chunk(waiting.position, self._equal(waiting, target_s))
+            if (passage := self.passage(example)) is None:
+                return None
+            self._target = target = _Target(waiting.prompt, target_s, example, passage.server_s)
+        tokens = self._tokens = self._equal(waiting, target.chunk_s)
         passage = self.passage(_chunk(waiting.position, tokens))
         if passage is None:
             return None
@@ -194,24 +301,30 @@ class Pacer:
         tokens += _rows(waiting, in_flight)
         return Chunk(tokens, in_flight, passage.server_s, passage.slowest)
 
-    def _best_s(self, waiting: Waiting) -> float | None:
-        """Return the seconds of a chunk on the slowest server that end the waiting prompts first.
+    def prompts_alone(self, num_tokens: int) -> PromptsAlone | None:
+        """Return how prompts of so many tokens would be computed while nothing decodes; None while not known."""
+        return self._best(Waiting(prompt=0, position=0, left=num_tokens, others=0))
+
+    def _best(self, waiting: Waiting) -> PromptsAlone | None:
+        """Return the chunks that end the waiting prompts first.
 
         Among numbers of chunks that end them equally soon, it is the smallest: each step costs the hosts work.
         """
         total = waiting.left + waiting.others
         middle = waiting.position + waiting.left // 2
         most = self.most_tokens(middle, waiting=total)
-        ends: list[tuple[float, float]] = []  # seconds until the end, and of a chunk
+        ends: list[tuple[float, PromptsAlone]] = []  # with the seconds until the end
         for number in _numbers(total, most):
             tokens = -(-total // number)
             passage = self.passage(_chunk(middle, tokens))
             if passage is None:
                 return None
             period_s = max(passage.server_s, passage.turn_s / self._in_flight(passage, tokens))
-            ends.append(((number - 1) * period_s + passage.turn_s, passage.server_s))
+            ends.append(
+                ((number - 1) * period_s + passage.turn_s, PromptsAlone(passage.server_s, passage.turn_s, number))
+            )
         soonest_s = min(ends)[0]
-        return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL_ENDS))
+        return next(chunks for ends_s, chunks in ends if ends_s <= soonest_s * (1 + _EQUAL_ENDS))
 
     def _equal(self, waiting: Waiting, target_s: float) -> int:
         """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
@@ -243,6 +356,14 @@ class Pacer:
             tokens = guess if low < guess < high else (low + high) // 2
         return low
 
+    def _became_faster(self, target: _Target) -> bool:
+        """Whether the example takes less time than when the target was chosen; where it takes more, chunks shrink.
+
+        A link that has carried only the small steps of chats seems slow until larger ones are measured.
+        """
+        passage = self.passage(target.example)
+        return passage is not None and passage.server_s < (1 - _CHANGED) * target.seconds
+
     def _in_flight(self, passage: Passage, tokens: int, *, spare: int = 1) -> int:
         """Return P: enough to keep the slowest server busy, and no more than windows have room for.
 
@@ -257,13 +378,18 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (waiting.position >> 10, _about(waiting.decodes), waiting.micro_batches)
+        load = (waiting.position >> 10, _about(waiting.decodes), waiting.micro_batches, waiting.batch)
         if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
             return self._beside[1]
-        alone = self.passage(_decodes(waiting, -(-waiting.decodes // waiting.micro_batches)))
+        decodes = waiting.chats if waiting.batch else waiting.decodes
+        alone = self.passage(_decodes(waiting, -(-decodes // waiting.micro_batches)))
         if alone is None:
             return None
-        limit_s = max(alone.turn_s, waiting.micro_batches * alone.server_s) + _KEPT * goal_s
+        limit_s = _turn_s(alone, min(decodes, waiting.micro_batches))
+        if waiting.batch:
+            limit_s *= 1 + (_BESIDE_BATCH - 1) * self._chat_turns.share
+        else:
+            limit_s += _KEPT * goal_s
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         for tokens in _sizes(self._most):
             found = self._best_beside(waiting, tokens, limit_s)
@@ -305,6 +431,11 @@ class Pacer:
             choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s, True)))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
+
+
+def _turn_s(passage: Passage, in_flight: int) -> float:
+    """Return the time between two steps of a sequence while so many such steps are in flight."""
+    return max(passage.turn_s, in_flight * passage.server_s)
 
 
 def _about(count: int) -> int:

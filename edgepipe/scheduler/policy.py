@@ -144,16 +144,19 @@ class SarathiPolicy:
         return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
 
 
-POLICIES = ("throttled", "sarathi")
-"""Names that ``make_policy`` knows, the default first."""
+POLICIES = ("throttled", "sarathi", "temporal", "auto")
+"""Names that ``make_policy`` knows, the default first. The last two differ in batches only: see ``batch_ways``."""
 
 
 def make_policy(name: str, *, max_tokens: int = 2048) -> Policy:
     """Return the policy of that name. Raises ConfigInvalid for an unknown name.
 
-    ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``).
+    ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``); ``sarathi-128`` has its own.
     """
-    if name == "throttled":
+    base, _, tokens = name.partition("-")
+    if base == "sarathi" and tokens.isdecimal() and 0 < int(tokens) <= max_tokens:
+        return SarathiPolicy(max_tokens=int(tokens))
+    if name in ("throttled", "temporal", "auto"):
         return ThrottledPolicy(max_prefill_tokens=max_tokens)
     if name == "sarathi":
         return SarathiPolicy(max_tokens=max_tokens)

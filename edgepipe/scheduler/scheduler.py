@@ -1,29 +1,37 @@
 """The scheduler: decides which step computes which tokens. See docs/architecture/scheduler.md.
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
-that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected
-sequence (``SequenceSpec.alone``) gets isolated steps until one of them has sampled a token. The driver calls
-``next_step`` until it returns None, and again after every ``submit``, ``cancel`` and ``retire``.
+that samples, and one that is planned ahead to follow it; earlier chunks of its prompt may precede it in flight. Prompts
+are computed side by side. A suspected sequence (``SequenceSpec.alone``) gets isolated steps until one of them has
+sampled a token. The driver calls ``next_step`` until it returns None, and again after every ``submit``, ``cancel`` and
+``retire``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from edgepipe.backend.types import BlockCopy
+from edgepipe.backend.drafting import NO_DRAFTS, Drafts
+from edgepipe.backend.types import TierMove
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.scheduler.draft import Draft
+from edgepipe.scheduler.batch_ways import BatchWay
+from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
+from edgepipe.scheduler.in_flight import InFlight, StepCounts
+from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key
+from edgepipe.scheduler.lengths import AnswerLengths, Lengths
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
-from edgepipe.scheduler.pacing import Chunk, Pacer, Waiting
+from edgepipe.scheduler.pacing import BesideChats, Chunk, Pacer, Waiting
+from edgepipe.scheduler.phases import Phases, Refill, Turn
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import Phase, Sequence
-from edgepipe.scheduler.tables import BlockTables, KeptPools
+from edgepipe.scheduler.step_builder import StepBuilder
+from edgepipe.scheduler.tables import BlockTables
 from edgepipe.scheduler.types import (
     EndReason,
     Event,
@@ -35,23 +43,14 @@ from edgepipe.scheduler.types import (
 )
 
 _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
-
-
-@dataclass(slots=True)
-class _InFlight:
-    step: StepId
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int, bool]]  # sequence, its tokens computed after the step, whether the row samples
-    copies: list[BlockCopy]
-    num_tokens: int
-    num_samples: int
-    isolated: bool
+_TURNS_ALONE = 8  # without batches, one of so many turns of chats is measured: a forecast takes time
 
 
 class Scheduler:
     """Owns the sequences, the block tables of the whole pipeline, and the schedule."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
+        self._plans_ahead = False
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
@@ -63,15 +62,23 @@ class Scheduler:
         self._num_decodes = 0  # suspected sequences are not counted
         self._head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._steps = StepCounts()  # of the steps in flight
         self._pacer: Pacer | None = None
+        self.answer_lengths = AnswerLengths()  # of batch sequences
+        self._way: BatchWay | None = None
+        self._turn = Turn.MIXED
+        self._num_chats = 0  # sequences that have not ended and were submitted as interactive
+        self._drafting: Drafting | None = None
         self._chunk: Chunk | None = None  # newest choice of the pacer
+        self._beside_chats: BesideChats | None = None  # newest choice of what batches may decode; None without a bound
         self._prompt_slot = False  # whether fewer than P steps in flight hold prompt tokens
         self._may_add_chunk = True  # whether a step of prompts alone may join those in flight while sequences decode
         self._last_step = 0
         self._arrivals = 0
         self._preemptions = 0
         self._computed_tokens = 0
+        self._moves_behind: tuple[TierMove, ...] = ()  # of replays: the stages behind perform them with the next step
         self._replayed_last = False  # whether the newest shared step holds replayed tokens
         self._isolated_last = False  # whether the newest step is isolated
 
@@ -79,7 +86,8 @@ class Scheduler:
 
     def hand_over(self) -> KeptPools:
         """Return the KV cache that retired steps left, for the next epoch's scheduler. Call this last."""
-        return self._tables.carry_over()
+        in_flight = [move for record in self._in_flight for move in record.moves]
+        return self._tables.carry_over([*in_flight, *self._moves_behind])
 
     def take_over(self, pools: KeptPools) -> None:
         """Start with the previous epoch's KV cache, before any ``submit``.
@@ -110,6 +118,7 @@ class Scheduler:
             reason = self._end_reason(sequence) if spec.generated else None
             if reason is None:
                 self._sequences[spec.sequence] = sequence
+                self._num_chats += not sequence.is_batch
                 self._unscheduled_prefill += sequence.unscheduled
                 self._wait(sequence)
             else:
@@ -133,86 +142,161 @@ class Scheduler:
         """Change M; steps in flight beyond it retire normally."""
         if micro_batches < 1:
             raise ValueError("at least one step is in flight")
-        self._limits = replace(self._limits, micro_batches=micro_batches)
+        if micro_batches != self._limits.micro_batches:
+            self._limits = replace(self._limits, micro_batches=micro_batches)
 
     def set_pacer(self, pacer: Pacer) -> None:
         """Set what chooses the size and number of prompt chunks. Without it, M steps with prompt tokens may go."""
         self._pacer = pacer
+
+    def set_batch_way(self, way: BatchWay) -> None:
+        """Set how steps are filled while only batch sequences are in the ring. Without it, like all others."""
+        self._way, self._turn = way, Turn.MIXED
+
+    def plan_ahead(self) -> None:
+        """From now on, plan steps that begin with the tokens of steps in flight, because the stages can do that."""
+        self._plans_ahead = True
+
+    def set_drafting(self, drafting: Drafting) -> None:
+        """Set what chooses windows of drafts. Without it, no drafts are wanted."""
+        self._drafting = drafting
 
     # Output
 
     def next_step(self) -> ScheduledStep | None:
         """Return the next step to send, or None if nothing is ready or fits.
 
-        At most M steps in flight hold decodes, and at most P hold prompt tokens. A step may hold both. Suspected
-        sequences take turns with all others, so both kinds together then have the larger of M and P.
+        At most M steps in flight hold decodes, and at most P hold prompt tokens. A step may hold both. A step that is
+        planned ahead counts once the step that it follows has retired. Suspected sequences take turns with all others,
+        so both kinds together then have the larger of M and P.
         """
         if self._prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
             return None
+        self._beside_chats = self._choose_beside_chats()
         preemptions = self._preemptions
-        draft = self._fill()
+        builder = self._fill()
         # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
-        while draft.empty and (self._preemptions > preemptions or self._make_way()):
+        while builder is None and (self._preemptions > preemptions or self._make_way() or self._end_prompts()):
             preemptions = self._preemptions
-            draft = self._fill()
-        if draft.empty:
+            builder = self._fill()
+        if builder is None and self._plans_ahead:
+            builder = self._next_turn()
+        if builder is None:
             return None
         self._last_step += 1
-        if not draft.decodes:
+        if not builder.decodes:
             self._may_add_chunk = False
-        self._isolated_last = draft.isolated
-        if not draft.isolated:
-            self._replayed_last = draft.replays
-        self._tables.note_sent(draft.copies)
-        scheduled = draft.finish(StepId(self._last_step), self._tables.pop_frees())
-        self._in_flight.append(
-            _InFlight(
-                scheduled.step,
-                draft.decodes,
-                draft.chunks,
-                draft.copies,
-                len(scheduled.token_ids),
-                len(draft.decodes) + sum([samples for _, _, samples in draft.chunks]),
-                draft.isolated,
-            )
+        self._isolated_last = builder.isolated
+        if not builder.isolated:
+            self._replayed_last = builder.replays
+        self._tables.note_sent(builder.copies)
+        home = self._plans_ahead and not builder.replays and not builder.windows
+        moves = self._tables.take_moves()
+        scheduled = builder.finish(StepId(self._last_step), self._tables.pop_frees(), moves, home=home)
+        performed = self._moves_behind + moves
+        self._moves_behind = ()
+        if builder.replays:
+            self._moves_behind, performed = performed, ()
+        record = InFlight(
+            scheduled.step,
+            builder.decodes,
+            builder.chunks,
+            builder.copies,
+            performed,
+            len(scheduled.token_ids),
+            len(builder.decodes) + sum([samples for _, _, samples in builder.chunks]),  # chunks sample one token
+            builder.isolated,
+            builder.after,
+            scheduled.home,
+            builder.windows,
+            self._share(len(builder.decodes)) if builder.windows else None,
         )
+        self._in_flight.append(record)
+        self._steps.add(record, 1)
         return scheduled
 
-    def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
-        """Complete a step in flight. ``ids``: one token per sampling row, in row order.
+    def retire(
+        self, step: StepId, ids: Seq[Seq[int]], drafts: Seq[Drafts] = (), *, now_s: float | None = None
+    ) -> list[Event]:
+        """Complete a step in flight.
 
-        Steps of one sequence complete in the order of ``next_step``.
+        ids     the sampled tokens of each sampling row, in row order
+        drafts  what may follow them, row by row; empty: nothing
+        now_s   the present time of any clock; None: turns are not measured
+
+        A row gives one token at least. One that gives none has failed: the caller cancels its sequence next. What comes
+        behind the end of a sequence is dropped. Steps of one sequence complete in the order of ``next_step``.
         """
-        place = next((place for place, record in enumerate(self._in_flight) if record.step == step), None)
+        first = bool(self._in_flight) and self._in_flight[0].step == step
+        place = 0 if first else next((at for at, each in enumerate(self._in_flight) if each.step == step), None)
         if place is None:
             raise ValueError(f"step {step} is not in flight")
         record = self._in_flight[place]
-        if record.num_samples != len(ids):
-            raise ValueError(f"step {step} samples {record.num_samples} tokens, {len(ids)} came")
+        if record.num_sampling != len(ids):
+            raise ValueError(f"step {step} samples in {record.num_sampling} rows, tokens of {len(ids)} came")
         del self._in_flight[place]
+        self._steps.add(record, -1)
+        if record.followed:
+            next(each for each in self._in_flight if each.after == step).after = None
+            self._steps.decodes += 1
         self._may_add_chunk = True
         self._computed_tokens += record.num_tokens
         if record.copies:
             self._tables.note_copied(record.copies)
             self._head_does_not_fit = False
         events: list[Event] = []
-        for sequence, token_id in zip(record.decodes, ids, strict=False):  # ids of the chunks come after
+        self._note_windows(record, ids)
+        if now_s is not None and self._num_chats and self._pacer is not None:
+            self._note_turn(self._pacer, record, now_s)
+        for sequence, sampled in zip(record.decodes, ids, strict=False):  # ids of the chunks come after
             self._computed(sequence, len(sequence.tokens))
-            self._append(sequence, token_id, events)
+            self._append(sequence, sampled, events)
             if sequence.phase is not Phase.DECODE:
                 self._release_if_idle(sequence)
-        tokens = iter(ids[len(record.decodes) :])
+        rows = iter(ids[len(record.decodes) :])
         for sequence, end, samples in record.chunks:
             self._computed(sequence, end)
             if samples:
                 self._clear(sequence)
-                self._append(sequence, next(tokens), events)
+                self._append(sequence, next(rows), events)
             self._release_if_idle(sequence)
+        if self._drafting is not None:
+            self._note_drafts(record, drafts)
         return events
+
+    def _note_drafts(self, record: InFlight, drafts: Seq[Drafts]) -> None:
+        """Keep the drafts behind a step's tokens; where a step follows that was planned ahead, only that some came."""
+        sampling = record.sampling
+        for sequence, proposed in zip(sampling, drafts or [NO_DRAFTS] * len(sampling), strict=True):
+            sequence.drafts.next = NO_DRAFTS if record.followed else proposed
+            sequence.drafts.found = bool(proposed.ids)
+
+    def _note_windows(self, record: InFlight, ids: Seq[Seq[int]]) -> None:
+        """Count which drafts were right, and keep the states behind them."""
+        for row, drafts in record.windows.items():
+            sequence, right = record.decodes[row], max(0, len(ids[row]) - 1)
+            if self._tables.states is not None:
+                self._tables.states.settle_window(sequence, 1 + right)
+            if self._drafting is not None and record.share is not None and ids[row]:
+                self._drafting.note(sequence.drafts, drafts.sources, accepted=right, share=record.share)
 
     def tokens(self, sequence_id: SequenceId) -> Seq[int]:
         """Return the known tokens, prompt and output, of a sequence that has not ended."""
         return self._sequences[sequence_id].tokens
+
+    def batch_lengths(self) -> list[Lengths]:
+        """Return the lengths of the newest ended batch sequences, and expected ones of those that run.
+
+        Short answers end first: without those that run, the lengths would be too short.
+        """
+        known = self.answer_lengths
+        running = [each for each in self._running.values() if each.is_batch]
+        return [*known.newest, *[known.expected(Lengths(each.prompt_tokens, each.num_output)) for each in running]]
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that have not ended."""
+        return len(self._sequences)
 
     @property
     def num_running(self) -> int:
@@ -234,9 +318,13 @@ class Scheduler:
         """M."""
         return self._limits.micro_batches
 
+    def draft_stats(self) -> DraftStats:
+        """Return the current counts of drafts."""
+        return self._drafting.stats() if self._drafting is not None else DraftStats()
+
     def stats(self) -> SchedulerStats:
         """Return the current counts."""
-        states = self._tables.states
+        states, host = self._tables.states, self._tables.host
         return SchedulerStats(
             micro_batches=self._limits.micro_batches,
             in_flight=len(self._in_flight),
@@ -254,55 +342,127 @@ class Scheduler:
             computed_tokens=self._computed_tokens,
             kept_tokens=self._tables.kept_tokens,
             replayed_tokens=self._tables.replayed_tokens,
+            host_blocks=host.num_places if host is not None else 0,
+            used_host_blocks=host.used_places if host is not None else 0,
+            restored_tokens=self._tables.restored_tokens,
         )
 
     # Filling a step
 
-    def _fill(self) -> Draft:
-        """Alternate isolated and shared steps while there is work for both."""
+    def _fill(self) -> StepBuilder | None:
+        """Alternate isolated and shared steps while there is work for both. Return None if no row is ready."""
+        self._choose_turn()
         self._prompt_slot = self._choose_chunk()
+        if self._is_full:
+            return None
         if self._prompts.any_suspected and not self._isolated_last:
-            draft = self._fill_isolated()
-            if not draft.empty:
-                return draft
-        draft = self._fill_shared()
-        return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
+            builder = self._fill_isolated()
+            if not builder.empty:
+                return builder
+        builder = self._fill_shared()
+        if builder.empty and self._prompts.any_suspected:
+            builder = self._fill_isolated()
+        return None if builder.empty else builder
+
+    @property
+    def _batch_way(self) -> BatchWay | None:
+        """How to fill the next step, if only batch sequences are in the ring, none of them suspected or replayed."""
+        if self._num_chats or self._prompts.any_suspected or self._tables.stale_to is not None:
+            return None
+        return self._way
+
+    @property
+    def _step_policy(self) -> Policy:
+        way = self._batch_way
+        return self._policy if way is None else way.policy
+
+    @property
+    def _phases(self) -> Phases | None:
+        way = self._batch_way
+        return None if way is None else way.phases
+
+    def _choose_turn(self) -> None:
+        """Begin or leave the phases, and change from decodes to prompts when that pays."""
+        phases = self._phases
+        if phases is None:
+            self._turn = Turn.MIXED
+        elif self._turn is Turn.MIXED or (self._turn is Turn.DECODES and phases.should_refill(self._refill())):
+            self._turn = Turn.PROMPTS
+            phases.begin_prompts(self._running.values())
+
+    def _end_prompts(self) -> bool:
+        """Change from prompts to decodes if no further prompt can be computed now. Return whether it did."""
+        phases = self._phases
+        if self._turn is not Turn.PROMPTS or phases is None or self._prompts or not self._num_decodes:
+            return False
+        if self._waiting.any_parked and self._in_flight:
+            return False  # these steps compute blocks that prompts in the queue share
+        self._turn = Turn.DECODES
+        phases.begin_decodes(self._refill())
+        return True
+
+    def _refill(self) -> Refill:
+        return Refill(
+            decodes=self._num_decodes,
+            context=self._mean_context,
+            micro_batches=self._limits.micro_batches,
+            free_tokens=self._tables.free_blocks * self._limits.block_size,
+            free_rows=self._limits.max_running - len(self._running),
+            waiting=len(self._waiting),
+            waiting_tokens=self._unscheduled_prefill,
+        )
 
     def _choose_chunk(self) -> bool:
         """Choose P and the size of the next step with prompt tokens. Return whether fewer than P are in flight."""
         if not self._prompts_go:
             return self._unscheduled_prefill > 0
-        in_flight = sum([1 for step in self._in_flight if step.chunks])
         # Decodes that come back may ride in one step more, for one without decodes that will not be followed.
-        more = bool(self._ready) and any(step.chunks and not step.decodes for step in self._in_flight)
-        if in_flight < self.prompt_steps + more and self._pacer is not None:
+        more = bool(self._ready) and self._steps.only_chunks > 0
+        if self._steps.chunks < self.prompt_steps + more and self._pacer is not None:
             self._chunk = self._pacer.chunk(self._waiting_prompts())
-        return in_flight < self.prompt_steps + more
+        return self._steps.chunks < self.prompt_steps + more
 
     @property
     def _prompts_go(self) -> bool:
         """Whether prompts are computed, or the first in the queue may be admitted."""
+        if self._turn is Turn.DECODES:
+            return False
         return bool(self._prompts) or (len(self._waiting) > 0 and not self._head_does_not_fit)
 
     def _may_decode(self) -> bool:
         """Whether fewer steps in flight hold decodes than may."""
-        return sum([1 for step in self._in_flight if step.decodes]) < self._decode_steps
+        return self._turn is not Turn.PROMPTS and self._steps.decodes < self._decode_steps
 
     @property
     def _decode_steps(self) -> int:
         """M, or P if that is less while prompts wait: decodes that ride with chunks save a read of the weights."""
-        if self._prompts_go and self.prompt_steps > 1:
-            return min(self._limits.micro_batches, self.prompt_steps)
-        return self._limits.micro_batches
+        most = self._limits.micro_batches if self._beside_chats is None else self._beside_chats.in_flight
+        return min(most, self.prompt_steps) if self._prompts_go and self.prompt_steps > 1 else most
 
-    def _may_prefill(self, draft: Draft) -> bool:
+    @property
+    def _is_full(self) -> bool:
+        """Whether no row can join those in flight. Most calls of ``next_step`` end here."""
+        if self._prompts.any_suspected or (self._ready and self._may_decode()):
+            return False
+        return not self._may_prefill(beside_decodes=False)
+
+    def _may_prefill(self, *, beside_decodes: bool) -> bool:
         """Whether the step may hold prompt tokens.
 
         Beside protected decodes, one step without decodes may follow each step that retires: more at once would delay
         the decodes that come back next by more than one chunk.
         """
         spaced = self._chunk is not None and self._chunk.spaced
-        return self._prompt_slot and (bool(draft.decodes) or self._may_add_chunk or not spaced)
+        if self._turn is Turn.DECODES or (not beside_decodes and self._only_ride):
+            return False
+        return self._prompt_slot and (beside_decodes or self._may_add_chunk or not spaced)
+
+    @property
+    def _only_ride(self) -> bool:
+        """Whether prompts of batches go with decodes only: a step of their own would lengthen the turn of chats."""
+        if self._beside_chats is None or not self._num_decodes:
+            return False
+        return self._only_batches_wait(self._prompts.oldest or self._waiting.first())
 
     @property
     def prompt_steps(self) -> int:
@@ -312,71 +472,161 @@ class Scheduler:
     def _waiting_prompts(self) -> Waiting:
         first = self._prompts.oldest or self._waiting.first()
         left = first.unscheduled if first is not None else 0
-        held = (self._tables.num_blocks - self._tables.free_blocks) * self._limits.block_size
+        chats, decodes = 0, self._num_decodes
+        if self._chats_beside_batches:
+            chats = sum([self._is_protected(each) and not each.is_batch for each in self._running.values()])
+            if (beside := self._beside_chats) is not None:
+                decodes = min(decodes, chats + beside.rows * beside.in_flight)
         return Waiting(
             prompt=first.sequence if first is not None else 0,
             position=self._prompts.furthest_position,
             left=left,
             others=max(0, self._unscheduled_prefill - left),
-            decodes=self._num_decodes,
-            context=held // max(1, len(self._running)),
+            decodes=decodes,
+            context=self._mean_context,
             micro_batches=self._limits.micro_batches,
             protected=self._num_decodes > 0 and any(self._is_protected(each) for each in self._running.values()),
+            chats=chats,
+            batch=chats > 0 and self._only_batches_wait(first),
         )
+
+    @property
+    def _mean_context(self) -> int:
+        """Tokens that a running sequence attends to, in the mean."""
+        held = (self._tables.num_blocks - self._tables.free_blocks) * self._limits.block_size
+        return held // max(1, len(self._running))
+
+    def _only_batches_wait(self, first: Sequence | None) -> bool:
+        """Whether all prompts with tokens to compute, and the ``first`` to do so, belong to batches."""
+        return first is not None and first.is_batch and all(prompt.is_batch for prompt in self._prompts)
+
+    @property
+    def _chats_beside_batches(self) -> bool:
+        """Whether both have sequences that have not ended."""
+        return 0 < self._num_chats < len(self._sequences)
+
+    def _choose_beside_chats(self) -> BesideChats | None:
+        """Return what batches may decode, so that chats hardly notice them; None without a bound."""
+        if self._pacer is None or not self._chats_beside_batches:
+            return None
+        context, micro_batches = self._mean_context, self._limits.micro_batches
+        return self._pacer.beside_chats(self._num_chats, context=context, micro_batches=micro_batches)
+
+    def _note_turn(self, pacer: Pacer, step: InFlight, now_s: float) -> None:
+        """Tell the pacer how long a turn of a chat took, unless prompts of chats have lengthened it."""
+        chat = next((each for each in step.decodes if not each.is_batch), None)
+        if chat is None:
+            return
+        before_s, chat.decoded_s = chat.decoded_s, now_s
+        beside = self._chats_beside_batches
+        if not before_s or (not beside and step.step % _TURNS_ALONE):
+            return
+        if all(prompt.is_batch for prompt in self._prompts):
+            pacer.note_turn(
+                now_s - before_s,
+                self._num_chats,
+                beside=beside,
+                context=self._mean_context,
+                micro_batches=self._limits.micro_batches,
+            )
 
     @staticmethod
     def _is_protected(sequence: Sequence) -> bool:
         return sequence.phase is Phase.DECODE and sequence.priority is Priority.INTERACTIVE
 
-    def _fill_isolated(self) -> Draft:
+    def _fill_isolated(self) -> StepBuilder:
         """Fill a step with one suspected sequence that has blocks. Each of k such gets one of the next 2k steps."""
         self._fill_windows()
         sequence = self._prompts.next_suspected()
         if sequence is None:
-            return self._new_draft(isolated=True)
-        draft = self._new_draft(self._tables.stale_to if sequence.replays else None, isolated=True)
+            return self._new_builder(isolated=True)
+        builder = self._new_builder(self._tables.stale_to if sequence.replays else None, isolated=True)
         num_tokens = min(sequence.next_tokens, self._isolated_tokens(), self._most_chunk_tokens)
-        self._add_chunk(draft, sequence, num_tokens)
-        return draft
+        self._add_chunk(builder, sequence, num_tokens)
+        return builder
 
     def _isolated_tokens(self) -> int:
         """Return the usual prefill budget; if that is 0, the budget without decodes."""
         load = self._load()
-        if tokens := self._policy.budget(load).prefill_tokens:
+        if tokens := self._step_policy.budget(load).prefill_tokens:
             return tokens
         nothing_else = load._replace(sampling_rows_in_flight=(), running_decodes=0, ready_decodes=0)
-        return self._policy.budget(nothing_else).prefill_tokens
+        return self._step_policy.budget(nothing_else).prefill_tokens
 
-    def _fill_shared(self) -> Draft:
-        budget = self._policy.budget(self._load())
+    def _fill_shared(self) -> StepBuilder:
+        budget = self._step_policy.budget(self._load())
         if (last_slice := self._tables.stale_to) is not None:
             return self._fill_replay_or_whole(budget, last_slice)
         return self._fill_whole(budget)
 
-    def _fill_whole(self, budget: StepBudget) -> Draft:
-        draft = self._new_draft()
+    def _fill_whole(self, budget: StepBudget) -> StepBuilder:
+        builder = self._new_builder()
         if self._may_decode():
-            self._add_decodes(draft, budget.decode_rows)
-        self._add_prefills(draft, budget.prefill_tokens)
-        return draft
+            self._add_decodes(builder, budget.decode_rows)
+        self._add_prefills(builder, budget.prefill_tokens)
+        return builder
 
-    def _fill_replay_or_whole(self, budget: StepBudget, last_slice: int) -> Draft:
+    def _fill_replay_or_whole(self, budget: StepBudget, last_slice: int) -> StepBuilder:
         """Alternate steps of replayed tokens and steps through all slices while there is work for both."""
-        draft = self._fill_whole(budget) if self._replayed_last else self._new_draft()
-        if draft.empty:
-            draft = self._new_draft(last_slice)
-            self._add_prefills(draft, budget.prefill_tokens)
-        return self._fill_whole(budget) if draft.empty else draft
+        builder = self._fill_whole(budget) if self._replayed_last else self._new_builder()
+        if builder.empty:
+            builder = self._new_builder(last_slice)
+            self._add_prefills(builder, budget.prefill_tokens)
+        return self._fill_whole(budget) if builder.empty else builder
 
-    def _new_draft(self, last_slice: int | None = None, *, isolated: bool = False) -> Draft:
-        return Draft(last_slice=last_slice, isolated=isolated, states=self._tables.states)
+    def _next_turn(self) -> StepBuilder | None:
+        """Let the rows of a step in flight go on with the tokens that it samples, so that they wait for no plan.
+
+        Not while prompts are computed, not for a step whose rows are more or fewer than an even share of all decodes,
+        and not while drafts are found: then the rows of the next step are chosen once this one has retired. Not beside
+        other micro-batches either, which keep the stages busy meanwhile: the work on the hosts would slow them.
+        """
+        if self._limits.micro_batches == 1 and not (
+            self._prompts_go or self._ready or self._prompts.any_suspected or self._tables.stale_to is not None
+        ):
+            for record in self._in_flight:
+                if not record.home or record.followed or record.isolated or record.after is not None:
+                    continue
+                rows = [sequence for sequence in record.sampling if sequence.phase is Phase.DECODE]
+                going = [sequence for sequence in rows if len(sequence.tokens) + 1 < sequence.limit]
+                smaller, rest = divmod(self._num_decodes - len(rows) + len(going), self._limits.micro_batches)
+                if not smaller <= len(going) <= smaller + (rest > 0) or any(each.drafts.found for each in going):
+                    continue
+                if going and self._reserve_next(going):
+                    return self._follow(record, going)
+        return None
+
+    def _reserve_next(self, sequences: Seq[Sequence]) -> bool:
+        """Give each sequence room for one more token than it knows. Return False where no block is free."""
+        return all(len(each.tokens) < each.room or self._tables.grow_ahead(each, kept_blocks=0) for each in sequences)
+
+    def _follow(self, record: InFlight, sequences: Seq[Sequence]) -> StepBuilder:
+        record.followed = True
+        builder = StepBuilder(after=record.step, states=self._tables.states)
+        share = self._share(len(sequences))
+        for sequence in sequences:
+            wanted = 0
+            if self._drafting is not None and share is not None:
+                wanted = self._drafting.wanted(sequence.drafts, share)
+                share = share.with_window(0, wanted=wanted)
+            builder.add_next(sequence, wanted=wanted)
+        return builder
+
+    def _new_builder(self, last_slice: int | None = None, *, isolated: bool = False) -> StepBuilder:
+        return StepBuilder(last_slice=last_slice, isolated=isolated, states=self._tables.states)
 
     def _load(self) -> Load:
+        running, ready = self._num_decodes, len(self._ready)
+        if (beside := self._beside_chats) is not None:
+            running = min(running, self._num_chats + beside.rows * beside.in_flight)
+            ready = min(ready, self._num_chats + beside.rows)
         return Load(
             micro_batches=self._decode_steps,
-            sampling_rows_in_flight=tuple([0 if step.isolated else step.num_samples for step in self._in_flight]),
-            running_decodes=self._num_decodes,
-            ready_decodes=len(self._ready),
+            sampling_rows_in_flight=tuple(
+                [0 if step.isolated else step.num_sampling for step in self._in_flight if step.after is None]
+            ),
+            running_decodes=running,
+            ready_decodes=ready,
             waiting_prefill_tokens=self._unscheduled_prefill,
             num_blocks=self._tables.num_blocks,
             free_blocks=self._tables.free_blocks,
@@ -388,23 +638,62 @@ class Scheduler:
 
     def _most_prefill_tokens(self) -> int | None:
         """Return the bound on a step's prompt tokens, for the prompt that is furthest on; None if not known."""
-        if self._pacer is None or self._policy.paced or not self._prompt_slot:
+        if self._pacer is None or self._step_policy.paced or not self._prompt_slot:
             return None
         return self._pacer.most_tokens(self._prompts.furthest_position, waiting=self._unscheduled_prefill)
 
-    def _add_decodes(self, draft: Draft, budget: int) -> None:
+    def _add_decodes(self, builder: StepBuilder, budget: int) -> None:
         deferred: list[Sequence] = []  # they wait for blocks of steps in flight
+        held_back: list[Sequence] = []  # of batches, beside chats
         ready = self._ready
+        share = self._share(min(budget, len(ready)))
+        batch_rows = self._beside_chats.rows if self._beside_chats is not None else None
         while ready and budget > 0:
             sequence = ready.popleft()
+            if batch_rows is not None and sequence.is_batch:
+                if not batch_rows:
+                    held_back.append(sequence)
+                    continue
+                batch_rows -= 1
             if len(sequence.tokens) <= sequence.room or self._grow(sequence, promised=len(deferred)):
-                draft.add_decode(sequence)
+                if share is None or self._drafting is None:
+                    builder.add_decode(sequence)
+                else:
+                    drafts = self._window(sequence, share, promised=len(deferred))
+                    wanted = self._drafting.wanted(sequence.drafts, share)
+                    builder.add_decode(sequence, drafts, wanted=wanted)
+                    share = share.with_window(len(drafts.ids), wanted=wanted)
                 budget -= 1
             else:
                 deferred.append(sequence)
                 # A deferred sequence may be preempted meanwhile.
                 deferred = [waiting for waiting in deferred if waiting.phase is Phase.DECODE]
-        self._ready.extendleft(reversed([waiting for waiting in deferred if waiting.phase is Phase.DECODE]))
+        for waiting in (*reversed(held_back), *reversed(deferred)):
+            if waiting.phase is Phase.DECODE:
+                ready.appendleft(waiting)
+
+    def _share(self, rows: int) -> Share | None:
+        """Return what windows of a step with so many decodes share; None if there are no windows."""
+        if self._drafting is None:
+            return None
+        return Share(rows=rows, alone=self._num_decodes <= 1)
+
+    def _window(self, sequence: Sequence, share: Share, *, promised: int) -> Drafts:
+        """Return the drafts that the sequence's next row verifies, as far as its limit, blocks and slots allow."""
+        assert self._drafting is not None
+        if not sequence.drafts.next.ids:
+            sequence.drafts.found = False
+            return NO_DRAFTS
+        known, states = len(sequence.tokens), self._tables.states
+        most = min(sequence.limit - known - 1, self._limits.slack_tokens - 1)
+        if states is not None:
+            most = min(most, states.most_window_tokens - 1)
+        drafts = self._drafting.window(sequence.drafts, share, most=most)
+        sequence.drafts.found = bool(drafts.ids)
+        if known + len(drafts.ids) > sequence.room:
+            self._tables.grow_ahead(sequence, kept_blocks=promised + len(self._running))
+        room = max(0, sequence.room - known)
+        return drafts if len(drafts.ids) <= room else Drafts(drafts.ids[:room], drafts.sources[:room])
 
     def _grow(self, sequence: Sequence, *, promised: int) -> bool:
         """Give a decode its next block. Return False if it must wait for draining blocks or was preempted itself.
@@ -448,8 +737,8 @@ class Scheduler:
     def _youngest(self) -> Sequence:
         return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
 
-    def _add_prefills(self, draft: Draft, budget: int) -> None:
-        if not self._may_prefill(draft):
+    def _add_prefills(self, builder: StepBuilder, budget: int) -> None:
+        if not self._may_prefill(beside_decodes=bool(builder.decodes)):
             return
         self._fill_windows()
         if budget > 0 and len(self._waiting):
@@ -457,9 +746,9 @@ class Scheduler:
         elif len(self._waiting) and (first := self._next_to_admit) is not None:
             self._preempt_for(first)
         most = self._most_chunk_tokens
-        for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
-            if draft.may_begin(sequence):  # the oldest comes first and always fits
-                self._add_chunk(draft, sequence, min(num_tokens, most))
+        for sequence, num_tokens in self._prompts.share(budget, replays=builder.replays):
+            if builder.may_begin(sequence):  # the oldest comes first and always fits
+                self._add_chunk(builder, sequence, min(num_tokens, most))
 
     @property
     def _most_chunk_tokens(self) -> int:
@@ -472,8 +761,11 @@ class Scheduler:
             if not prompt.next_tokens:
                 self._tables.fill_windows(prompt)
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
-        draft.add_chunk(sequence, num_tokens)
+    def _add_chunk(self, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
+        share = self._share(1) if num_tokens == sequence.unscheduled else None
+        wanted = self._drafting.wanted(sequence.drafts, share) if self._drafting is not None and share else 0
+        sequence.drafts.next = NO_DRAFTS
+        builder.add_chunk(sequence, num_tokens, wanted=wanted)
         self._unscheduled_prefill -= num_tokens
         if not sequence.unscheduled:
             self._prompts.remove(sequence)
@@ -509,7 +801,11 @@ class Scheduler:
     def _next_to_admit(self) -> Sequence | None:
         """The first in the queue, if it would be computed soon once its blocks are allocated."""
         first = self._waiting.first()
-        return first if first is not None and self._prompts.accepts(first) else None
+        if first is None or not self._prompts.accepts(first):
+            return None
+        if self._turn is Turn.PROMPTS and (phases := self._phases) is not None and not phases.admits(first):
+            return None
+        return first
 
     def _wait_for(self, sequence: Sequence, key: Key) -> None:
         """Park a sequence until the block is computed. The computing sequence inherits a higher priority."""
@@ -531,6 +827,8 @@ class Scheduler:
         sequence.phase = Phase.PREFILL
         self._running[sequence.sequence] = sequence
         self._prompts.add(sequence)
+        if self._turn is Turn.PROMPTS and (phases := self._phases) is not None:
+            phases.note_admitted(sequence)
         return True
 
     # Life cycle of a sequence
@@ -548,6 +846,7 @@ class Scheduler:
             stop_ids=spec.stop_ids,
             limit=limit,
             priority=Priority(spec.priority),
+            is_batch=spec.priority == Priority.BATCH,
             reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
             registration_base_bytes=spec.registration_base_bytes,
@@ -583,20 +882,30 @@ class Scheduler:
             self._tables.release(sequence)
             self._head_does_not_fit = False
 
-    def _append(self, sequence: Sequence, token_id: int, events: list[Event]) -> None:
+    def _append(self, sequence: Sequence, token_ids: Seq[int], events: list[Event]) -> None:
+        """Append a row's sampled tokens up to the sequence's end. Its step has computed all but the last of them."""
         if sequence.phase is Phase.ENDED:
-            return  # cancelled meanwhile: drop the token
-        tokens = sequence.tokens
-        events.append(TokenSampled(sequence.sequence, len(tokens) - sequence.prompt_tokens, token_id))
-        tokens.append(token_id)
+            return  # cancelled meanwhile: drop the tokens
+        tokens, reason = sequence.tokens, None
+        before = len(tokens)
+        for token_id in token_ids:
+            events.append(TokenSampled(sequence.sequence, len(tokens) - sequence.prompt_tokens, token_id))
+            tokens.append(token_id)
+            if token_id in sequence.stop_ids:
+                reason = EndReason.STOP
+            elif len(tokens) >= sequence.limit:
+                reason = sequence.limit_reason
+            if reason is not None:
+                break
+        if len(tokens) > before + 1 and len(tokens) > sequence.next_full:
+            self._tables.note_computed(sequence, len(tokens) - 1)
         if sequence.phase is Phase.WAITING:
-            self._unscheduled_prefill += 1  # preempted meanwhile: the token counts and is computed again with the rest
-        if token_id in sequence.stop_ids:
-            self._end(sequence, EndReason.STOP, events)
-        elif len(tokens) >= sequence.limit:
-            self._end(sequence, sequence.limit_reason, events)
-        elif sequence.phase is Phase.DECODE:
-            self._ready.append(sequence)
+            # Preempted meanwhile: the tokens count and are computed again with the rest.
+            self._unscheduled_prefill += len(tokens) - before
+        if reason is not None:
+            self._end(sequence, reason, events)
+        elif sequence.phase is Phase.DECODE and sequence.scheduled < len(tokens):
+            self._ready.append(sequence)  # no step that was planned ahead holds the newest token
 
     def _end_reason(self, sequence: Sequence) -> EndReason | None:
         tokens = sequence.tokens
@@ -611,7 +920,7 @@ class Scheduler:
         if sequence.preemptions >= _MAX_PREEMPTED:
             sequence.priority = Priority.INTERACTIVE
         self._leave_running(sequence)
-        sequence.scheduled = 0
+        sequence.scheduled, sequence.drafts.next = 0, NO_DRAFTS
         self._unscheduled_prefill += len(sequence.tokens)
         self._wait(sequence)
         self._tables.release(sequence)
@@ -627,6 +936,9 @@ class Scheduler:
             self._waiting.note_ended()
             self._head_does_not_fit = False
         del self._sequences[sequence.sequence]
+        self._num_chats -= not sequence.is_batch
+        if sequence.is_batch and reason is not EndReason.CANCELLED:
+            self.answer_lengths.note(Lengths(sequence.prompt_tokens, sequence.num_output))
         cached = sequence.cached_prompt_tokens
         events.append(SequenceEnded(sequence.sequence, reason, sequence.num_output, cached_prompt_tokens=cached))
         self._tables.release(sequence)

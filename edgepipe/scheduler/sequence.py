@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import SequenceId
+from edgepipe.scheduler.drafting import SequenceDrafts
 from edgepipe.scheduler.kv import Key, next_key
 from edgepipe.scheduler.states import StateTable
 from edgepipe.scheduler.types import EndReason, Priority
@@ -39,6 +40,7 @@ class Sequence:
     stop_ids: frozenset[int]
     limit: int  # tokens, prompt and output, at which the sequence ends
     priority: Priority  # may rise from batch to interactive
+    is_batch: bool = False  # it was submitted with batch priority, whatever its priority now
     alone: bool = False  # suspected: shares no step until an isolated step has sampled a token
     overtaken: int = 0  # interactive sequences that passed it while it had batch priority
     registration_base_bytes: int = 0  # see SequenceSpec
@@ -57,6 +59,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list[int])  # block ids of the table, in order
     windows: list[WindowTable] = field(default_factory=list[WindowTable])  # its blocks of each windowed class
     state: StateTable | None = None  # its slots, if the model has recurrent layers
+    decoded_s: float = 0.0  # when its newest decode retired; 0: not known
+    drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
     room: int = 0  # tokens that its blocks of every class reach to
     known_blocks: int = 0  # its first blocks that are full, computed and entered in the cache
     next_full: int = NEVER  # computed tokens at which the next block can enter the cache

@@ -82,6 +82,11 @@ class Curve:
         return self._samples >= _ENOUGH
 
     @property
+    def reach(self) -> float:
+        """Largest measured size; 0 before the first sample."""
+        return max([point.size for point in self._points.values()], default=0.0)
+
+    @property
     def jitter(self) -> float:
         """Coefficient of variation among samples of the same size."""
         return self._variance**0.5
@@ -174,6 +179,18 @@ class StageCurve:
     def at(self, rows: Floats) -> Floats:
         """Return the seconds of a decode step for each number of rows."""
         return self._chosen.at(rows)
+
+    def with_sheet(self, rows: Floats, sheet_s: Floats) -> Floats:
+        """Return the same, but beyond the measured sizes grow as the device's data sheet says.
+
+        rows     [N] ascending, from 1 on
+        sheet_s  [N] seconds by the data sheet
+        """
+        measured, reach = self.at(rows), self._chosen.reach
+        beyond, known = rows > _SPREAD * reach, float(np.interp(reach, rows, sheet_s))
+        if not reach or not known or not beyond.any():
+            return measured
+        return np.where(beyond, self.at(np.array([reach]))[0] * np.maximum(1.0, sheet_s / known), measured)
 
     @property
     def _chosen(self) -> Curve:

@@ -25,8 +25,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgepipe.backend.types import RowState, StateWrite
+from edgepipe.backend.types import RowState, StateWrite, TierMove
 from edgepipe.ids import SequenceId
+from edgepipe.scheduler.host_tier import HostTier
 from edgepipe.scheduler.kv import Key, KeyWatch
 from edgepipe.spec.memory_classes import StateSlots
 
@@ -46,6 +47,11 @@ class _Pending(NamedTuple):
     stale: bool = False  # it is in the cache, and becomes current
 
 
+class _Window(NamedTuple):
+    start: int  # tokens before it
+    slots: list[int]  # for the state behind each of its tokens; the first is the sequence's own
+
+
 @dataclass(slots=True)
 class StateTable:
     """A running sequence's slots."""
@@ -58,13 +64,16 @@ class StateTable:
     pending: list[_Pending] = field(default_factory=list[_Pending])  # snapshots that steps in flight take
     # Key of the newest full block of its output behind which the cache has a snapshot.
     trail: Key | None = None
+    window: _Window | None = None  # of its row in flight, if that has several tokens of output
 
 
 class StateClass:
     """The slots, their users, and the snapshots in the prefix cache."""
 
-    def __init__(self, limits: StateSlots, *, block_size: int) -> None:
+    def __init__(self, limits: StateSlots, *, block_size: int, host: HostTier | None = None) -> None:
+        """``host``: takes current snapshots whose slots are wanted."""
         self.num_slots = limits.num_slots
+        self.host = host
         self._gap = limits.gap
         self._block_size = block_size
         self._free = list(range(limits.num_slots - 1, -1, -1))
@@ -85,30 +94,54 @@ class StateClass:
 
     @property
     def any_stale(self) -> bool:
-        """Whether the cache has a stale snapshot."""
-        return bool(self._stale)
+        """Whether the cache or host memory has a stale snapshot."""
+        return bool(self._stale) or (self.host is not None and self.host.any_stale)
 
     def lose(self) -> None:
         """Mark all snapshots stale."""
         self._stale = set(self._snapshots)
+        if self.host is not None:
+            self.host.lose()
 
-    def carry_over(self) -> StateClass:
-        """Return slots for the next epoch with the same snapshots and without sequences."""
+    def carry_over(self, host: HostTier | None = None, unsettled: Seq[TierMove] = ()) -> StateClass:
+        """Return slots for the next epoch with the same snapshots and without sequences. See ``KVPool.carry_over``."""
         limits = StateSlots(num_slots=self.num_slots, gap=self._gap)
-        after = StateClass(limits, block_size=self._block_size)
+        after = StateClass(limits, block_size=self._block_size, host=host)
         order = [*self._idle, *[slot for slot in self._snapshots if slot not in self._idle]]
         after._free = [slot for slot in after._free if slot not in self._snapshots]
         after._snapshots, after._by_key = dict(self._snapshots), dict(self._by_key)
         after._idle, after._uses = OrderedDict.fromkeys(order), dict.fromkeys(order, 0)
         after._stale = set(self._stale)
+        moved = {move.place for move in unsettled if host is not None and move.number == host.number and not move.out}
+        for slot in moved & after._idle.keys():
+            after._forget(slot)
         return after
 
-    def supported(self, keys: Seq[Key], hits: int, *, current: bool) -> int:
+    def restore(self, keys: Seq[Key], hits: int) -> bool:
+        """Bring the snapshot behind ``hits`` blocks back from host memory if the cache lacks it. Return whether it has
+        it, and a slot for its sequence."""
+        key = keys[hits - 1]
+        if key in self._by_key:
+            return True
+        if self.host is None or key not in self.host or self.free_slots < 2:  # one is for the sequence's own state
+            return False
+        with self.host.pinned([key]):
+            slot = self._take()
+        assert slot is not None
+        self._enter(slot, _Snapshot(key, hits))
+        if self.host.restore(key, slot):
+            self._stale.add(slot)
+        self.watch.note(key)
+        return True
+
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool, below: bool = False) -> int:
         """Return the most leading blocks, at most ``hits``, behind which the cache has a snapshot.
 
-        ``current``: one that is not stale.
+        ``current``: one that is not stale. ``below``: or host memory has one.
         """
         best = 0
+        if below and self.host is not None:
+            best = next((place for place in range(hits, 0, -1) if keys[place - 1] in self.host), 0)
         for slot, (key, place) in self._snapshots.items():
             if best < place <= hits and keys[place - 1] == key and self._by_key.get(key) == slot:
                 best = best if current and slot in self._stale else place
@@ -183,6 +216,46 @@ class StateClass:
         table.read = writes[-1].slot
         return RowState(read, tuple(writes))
 
+    @property
+    def most_window_tokens(self) -> int:
+        """Tokens of a window for which there are free slots. Snapshots stay for it."""
+        return 1 + len(self._free)
+
+    def plan_window(self, sequence: Sequence, start: int, num_tokens: int) -> RowState:
+        """Return the slots of a row with ``num_tokens`` tokens of output, at most ``most_window_tokens``.
+
+        The state behind every token is kept until ``settle_window``, since each may be the last right one.
+        """
+        table = sequence.state
+        assert table is not None
+        slots = [table.own, *[self._free.pop() for _ in range(num_tokens - 1)]]
+        table.window = _Window(start, slots)
+        if table.held is not None:
+            self._read.append(table.held)
+            table.held = None
+        return RowState(table.read, tuple([StateWrite(after, slot) for after, slot in enumerate(slots, 1)]))
+
+    def settle_window(self, sequence: Sequence, accepted: int) -> None:
+        """Keep the state behind the first ``accepted`` tokens of a window, and that behind a full block of them.
+
+        Call before ``note_computed``. Frees the other slots.
+        """
+        table = sequence.state
+        if table is None or table.window is None:
+            return
+        (start, slots), table.window = table.window, None
+        end = start + accepted
+        place = end // self._block_size * self._block_size
+        table.read, spare = slots[accepted - 1], [*slots[: accepted - 1], *slots[accepted:]]
+        if place > start and sequence.next_full <= place:
+            taken = slots[place - start - 1]
+            table.pending.append(_Pending(place, taken, output=True))
+            if taken in spare:
+                spare.remove(taken)
+        ends_at_block = bool(table.pending) and table.pending[-1].slot == table.read
+        table.own = spare.pop() if ends_at_block else table.read
+        self._free += spare
+
     def note_sent(self) -> None:
         """Note that the planned rows are in a step: later steps may write to the snapshots that they read."""
         for slot in self._read:
@@ -219,6 +292,8 @@ class StateClass:
             return
         del self._running[sequence.sequence]
         self._free += [table.own, *[each.slot for each in table.pending if not each.stale]]
+        if table.window is not None:
+            self._free += table.window.slots[1:]
         used = [table.held, table.goal, *[each.slot for each in table.pending if each.stale]]
         for slot in used:
             if slot is not None:
@@ -269,7 +344,10 @@ class StateClass:
     def _take(self) -> int | None:
         """Return a free slot, else that of the longest idle snapshot, else None."""
         if not self._free and self._idle:
-            self._forget(next(iter(self._idle)))
+            slot = next(iter(self._idle))
+            if self.host is not None and slot not in self._stale:
+                self.host.store(self._snapshots[slot].key, slot)
+            self._forget(slot)
         return self._free.pop() if self._free else None
 
     def _enter(self, slot: int, snapshot: _Snapshot) -> None:

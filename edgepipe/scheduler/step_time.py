@@ -99,7 +99,7 @@ class SliceTimes:
 
 
 def _only_decodes(work: StepWork) -> bool:
-    return work.tokens == work.rows
+    return work.tokens == max(work.rows, work.logit_rows)  # a window has a row of logits for each token
 
 
 def _size_class(work: StepWork) -> _SizeClass:

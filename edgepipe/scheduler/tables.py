@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from edgepipe.backend.types import BlockCopy
+from edgepipe.backend.types import BlockCopy, TierMove
 from edgepipe.ids import SequenceId
+from edgepipe.scheduler.host_tier import HostTier
+from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
 from edgepipe.scheduler.sequence import NEVER, Sequence
@@ -16,51 +17,30 @@ from edgepipe.scheduler.windows import WindowClass
 _SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPools:
-    """What an epoch's pools keep for the next one: the prefix cache of every memory class."""
-
-    context: KVPool
-    windows: tuple[KVPool, ...] = ()
-    states: StateClass | None = None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """See ``SchedulerLimits.pool_sizes``."""
-        slots = () if self.states is None else (self.states.num_slots,)
-        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
-
-    @property
-    def cached_blocks(self) -> int:
-        """Number of cached blocks of the context."""
-        return self.context.cached_blocks
-
-    def lose(self, last_slice: int) -> None:
-        """Mark all cached blocks and snapshots stale: the stages up to this slice lost their KV and states."""
-        pools, states = (self.context, *self.windows), self.states
-        any_stale = any(pool.any_stale for pool in pools) or (states is not None and states.any_stale)
-        if any_stale and self.context.stale_to is not None:
-            last_slice = max(last_slice, self.context.stale_to)
-        for pool in pools:
-            pool.lose(last_slice)
-        if states is not None:
-            states.lose()
-
-
 class BlockTables:
     """Keeps each block while a running sequence, a step in flight or the prefix cache may use it."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
-        self._windows = [WindowClass(pool) for pool in limits.windows]
-        self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
+        self._moves: list[TierMove] = []  # between the device and host memory, for the next step
+        places = enumerate(limits.host_places)
+        hosts = [HostTier(number, count, self._moves) for number, count in places] or [None] * len(limits.pool_sizes)
+        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0])
+        self._windows = [
+            WindowClass(pool, KVPool(pool.num_blocks, contiguous=False, host=host))
+            for pool, host in zip(limits.windows, hosts[1:], strict=False)
+        ]
+        self._states = None
+        if limits.states is not None:
+            self._states = StateClass(limits.states, block_size=limits.block_size, host=hosts[-1])
         self._frees: list[SequenceId] = []
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
+        self._restores = False  # whether the sequence that the last ``admit`` refused gets more blocks from host memory
         self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # admitted tokens found in the prefix cache
+        self.restored_tokens = 0  # tokens of the context that came back from host memory
         self.kept_tokens = 0  # tokens of sequences from the previous epoch that were found still computed
         self.replayed_tokens = 0  # tokens of the same sequences, recomputed up to the last slice that lost them
 
@@ -97,11 +77,20 @@ class BlockTables:
         """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
 
-    def carry_over(self) -> KeptPools:
-        """Return pools with the same prefix cache for the next epoch."""
-        windows = tuple(each.kv.carry_over() for each in self._windows)
-        states = self._states.carry_over() if self._states is not None else None
-        return KeptPools(context=self._kv.carry_over(), windows=windows, states=states)
+    def carry_over(self, in_flight: Seq[TierMove]) -> KeptPools:
+        """Return pools with the same prefix cache for the next epoch. ``in_flight``: moves that have not retired."""
+        unsettled, moves = [*in_flight, *self._moves], list[TierMove]()
+
+        def below(host: HostTier | None) -> HostTier | None:
+            return host.carry_over(moves, unsettled) if host is not None else None
+
+        kv, states = self._kv, self._states
+        return KeptPools(
+            context=kv.carry_over(below(kv.host), unsettled),
+            windows=tuple(each.kv.carry_over(below(each.kv.host), unsettled) for each in self._windows),
+            states=states.carry_over(below(states.host), unsettled) if states is not None else None,
+            moves=moves,
+        )
 
     def take_over(self, pools: KeptPools) -> None:
         """Start with the previous epoch's pools. Raises ValueError if a number of blocks or slots differs."""
@@ -110,6 +99,20 @@ class BlockTables:
         self._kv = pools.context
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
         self._states = pools.states
+        self._moves = pools.moves
+
+    def take_moves(self) -> tuple[TierMove, ...]:
+        """Remove and return the moves that the next step performs, in order."""
+        if not self._moves:
+            return ()
+        moves = tuple(self._moves)
+        self._moves.clear()
+        return moves
+
+    @property
+    def host(self) -> HostTier | None:
+        """Blocks of the context in host memory; None without such memory."""
+        return self._kv.host
 
     def awaited(self, sequence: Sequence) -> Key | None:
         """Return the key of the last of the prompt's next blocks that other sequences are computing; None if none.
@@ -143,12 +146,16 @@ class BlockTables:
         share of all. Returns False and takes nothing if fewer would remain, if too many sequences run, or while another
         sequence holds stale blocks of the prompt.
         """
+        self._restores = False
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
             left -= min(count, self.num_blocks // _SPARE_SHARE)
         if left < 1 or running >= self._limits.max_running:
             return self._refuse([])
+        if self._kv.host is not None and not self._restore(sequence, count, left, beside=running > 0):
+            self._restores = True
+            return self._refuse([], lacks_room=False)
         prefix = self._known_prefix(sequence)
         if prefix is None:
             return self._refuse(self._reusable_keys(sequence), lacks_room=False)
@@ -185,6 +192,8 @@ class BlockTables:
 
         The pool that was too small has more room, or the caches changed: they may hold more blocks of its prompt.
         """
+        if self._restores:
+            return True
         if self._short_of is not None and self._free_counts()[self._short_of[0]] > self._short_of[1]:
             return True
         return any(watch.changed for watch in self._watches())
@@ -198,6 +207,13 @@ class BlockTables:
         runs = self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks)
         sequence.grow(runs, block_size=self._limits.block_size)
         return True
+
+    def grow_ahead(self, sequence: Sequence, *, kept_blocks: int) -> bool:
+        """Grow for tokens that may come, if more than ``kept_blocks`` are left. Return whether the tables grew."""
+        tables = zip(self._limits.windows, sequence.windows, strict=True)
+        if self.blocks_to_come <= kept_blocks or any(len(each.blocks) >= pool.most_blocks for pool, each in tables):
+            return False
+        return self.grow(sequence)
 
     def note_computed(self, sequence: Sequence, end: int) -> None:
         """Enter the full blocks of the computed tokens ``[0, end)`` in the prefix cache, and move the windows on."""
@@ -223,7 +239,7 @@ class BlockTables:
 
     def fill_windows(self, sequence: Sequence) -> None:
         """Allocate blocks for the next tokens of a prompt as far as the windows' slack goes and blocks are free."""
-        needs = self.needs(sequence)
+        needs = min(self.needs(sequence), sequence.num_blocks)  # an answer's tables grow together, one block at a time
         for each, table in zip(self._windows, sequence.windows, strict=True):
             each.fill(table, sequence.keys, needs=needs)
         sequence.note_room(self._limits.block_size)
@@ -304,19 +320,69 @@ class BlockTables:
             known = known[:begin]
         return known, begin
 
-    def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False) -> int:
+    def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False, below: bool = False) -> int:
         """Return the most leading blocks, at most ``hits``, behind which every class has its window or state.
 
-        ``current``: leave out stale blocks of windows and stale states.
+        ``current``: leave out stale blocks of windows and stale states. ``below``: count what host memory has.
         """
         before = -1
         while hits != before:
             before = hits
             for each in self._windows:
-                hits = each.supported(keys, hits, current=current)
+                hits = each.supported(keys, hits, current=current, below=below)
             if self._states is not None:
-                hits = self._states.supported(keys, hits, current=current)
+                hits = self._states.supported(keys, hits, current=current, below=below)
         return hits
+
+    def _restore(self, sequence: Sequence, count: int, left: int, *, beside: bool) -> bool:
+        """Bring the blocks and the snapshot back from host memory behind which the sequence can begin.
+
+        They become idle ones of the cache, which ``admit`` then finds like others. Restores nothing if ``count`` blocks
+        do not fit into the ``left`` ones beside those of other sequences, or if computing them is faster.
+
+        ``beside``: other sequences run, so that a step may bring only some of them. Returns False if more follow.
+        """
+        keys, rates = self._reusable_keys(sequence), self._limits.host_rates
+        hits = self._supported(keys, self._num_known(keys), below=True)
+        here = self._supported(keys, len(self._kv.find(keys)))
+        if hits <= here:
+            return True
+        found = [self._kv.block_of(key) for key in keys[:hits]]
+        saved = (hits - here) * self._limits.block_size
+        slots = 0 if self._states is None else 1
+        if rates is not None and not rates.pays(found.count(None), slots, saved_tokens=saved):
+            return True
+        if count - len(self._kv.held([block for block in found if block is not None])) > left:
+            return True
+        if self._limits.contiguous_kv:  # in one piece, which the sequence takes over as it is
+            self._kv.gather(keys[:hits])
+            hits = self._supported(keys, min(hits, self._num_known(keys)), below=True)
+        elif beside and rates is not None and rates.most_blocks is not None and found.count(None) > rates.most_blocks:
+            if not self._moves:
+                self._restore_context(sequence, keys[:hits], most=rates.most_blocks)
+            return False
+        if hits and self._restore_context(sequence, keys[:hits], count=count):
+            if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
+                self._states.restore(keys, hits)
+        return True
+
+    def _restore_context(self, sequence: Sequence, keys: Seq[Key], *, count: int = 0, most: int | None = None) -> bool:
+        """Bring the context's blocks with these keys back, at most the first ``most``. Return whether they are there.
+
+        ``count``: blocks of the sequence, which begin with them if tables are runs.
+        """
+        here = [block for key in keys if (block := self._kv.block_of(key)) is not None]
+        missing = [key for key in keys if self._kv.block_of(key) is None][:most]
+        whole = self._limits.contiguous_kv and not here
+        self._kv.hold(here)
+        found = not missing or self._kv.restore(missing, count=count if whole else 0, room=self._room(sequence))
+        self._kv.release_references(here)
+        self.restored_tokens += len(missing) * self._limits.block_size * found
+        return found
+
+    def _num_known(self, keys: Seq[Key]) -> int:
+        """Count the leading keys that the cache or host memory has."""
+        return next((place for place, key in enumerate(keys) if not self._kv.is_known(key)), len(keys))
 
     def _first_without_room(
         self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool

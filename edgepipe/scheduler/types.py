@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from edgepipe.backend.types import BlockCopy, RowState
+from edgepipe.backend.types import BlockCopy, RowState, TierMove
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId, StepId
 
@@ -80,17 +81,25 @@ class WindowBlocks(NamedTuple):
     counts: tuple[int, ...]
 
 
+def singles(samples: Collection[int], *, num_tokens: int) -> int:
+    """Return the tokens of a step's rows that cost a device as much as a decode each.
+
+    They are the tokens that rows sample after, and one of each other row. Only prompts have more tokens.
+    """
+    return num_tokens if num_tokens == len(samples) else sum([samples or 1 for samples in samples])
+
+
 class ScheduledStep(NamedTuple):
     """One micro-batch in columns: the same index in the first four columns is one row. It holds changes only.
 
-    A stage applies ``frees``, ``registers``, new blocks, ``copies`` one after another, then the rows.
+    A stage applies ``frees``, ``registers``, new blocks, ``moves`` and ``copies`` one after another, then the rows.
     """
 
     step: StepId  # counts from 1
     sequences: tuple[SequenceId, ...]
     positions: tuple[int, ...]  # absolute, of the row's first token
     num_tokens: tuple[int, ...]
-    samples: tuple[bool, ...]  # whether a token is sampled after the row's last
+    samples: tuple[int, ...]  # number of the row's last tokens that a token is sampled after
     token_ids: tuple[int, ...]  # [T] of all rows, packed
     block_rows: tuple[int, ...]  # three columns: row, first block and number of blocks appended to that row's table
     block_starts: tuple[int, ...]
@@ -98,10 +107,15 @@ class ScheduledStep(NamedTuple):
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
     frees: tuple[SequenceId, ...]  # sequences that stages forget
     copies: tuple[BlockCopy, ...] = ()  # blocks of one sequence, copied into the table of another
+    moves: tuple[TierMove, ...] = ()  # between the device and host memory; on all stages, also behind ``last_slice``
     # New blocks of each windowed class; empty if no row has new blocks of a window.
     windows: tuple[WindowBlocks, ...] = ()
     states: tuple[RowState, ...] = ()  # state of each row; empty if no layer is recurrent
+    drafts: tuple[int, ...] = ()  # by row: most drafts that its sequence can use next; empty: none
     last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
+    # The step in flight whose sampled tokens the rows begin with, so that ``token_ids`` means nothing.
+    after: StepId | None = None
+    home: bool = False  # the sampled tokens also go to the stage that embeds, so that a step may follow this one
 
     @property
     def num_rows(self) -> int:
@@ -110,17 +124,29 @@ class ScheduledStep(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Number of token ids that ``retire`` takes for this step."""
+        """Number of tokens that get logits, and most ids that ``retire`` takes for this step."""
         return sum(self.samples)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a row samples after several tokens: the sampler then needs the step's tokens."""
+        return len(self.token_ids) > len(self.sequences) and max(self.samples) > 1
+
+    @property
+    def num_singles(self) -> int:
+        """Number of tokens without those that only prompts have: see ``singles``."""
+        return singles(self.samples, num_tokens=len(self.token_ids))
 
     @property
     def is_bulk(self) -> bool:
         """Whether the step has prompt tokens: see ``StepPlan.is_bulk``."""
-        return len(self.token_ids) > len(self.sequences)
+        return len(self.token_ids) > self.num_singles
 
     def may_retire_before(self, older: ScheduledStep) -> bool:
         """Return whether this step's answer may come before that of an older step in flight.
 
-        On links and stages, steps without prompt tokens pass steps with prompt tokens of other sequences.
+        On links and stages, steps without prompt tokens pass steps with prompt tokens of other sequences. These pass
+        steps that were planned ahead.
         """
-        return not self.is_bulk and older.is_bulk and set(self.sequences).isdisjoint(older.sequences)
+        passes = older.is_bulk if not self.is_bulk else not older.is_bulk and older.after is not None
+        return passes and set(self.sequences).isdisjoint(older.sequences)

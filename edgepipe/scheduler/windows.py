@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from edgepipe.backend.types import BlockRun
 from edgepipe.scheduler.kv import Key, KVPool, as_runs
@@ -53,23 +54,34 @@ class WindowTable:
 class WindowClass:
     """One windowed class: its pool, and the rules for a sequence's table."""
 
-    def __init__(self, limits: WindowPool, kv: KVPool | None = None) -> None:
-        self.kv = kv or KVPool(limits.num_blocks, contiguous=False)
+    def __init__(self, limits: WindowPool, kv: KVPool) -> None:
+        self.kv = kv
         self.draining_blocks = 0  # blocks of sequences that left, while steps in flight use them
         self._limits = limits
 
-    def supported(self, keys: Seq[Key], hits: int, *, current: bool) -> int:
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool, below: bool = False) -> int:
         """Return the most leading blocks, at most ``hits``, behind which the cache still has the window.
 
-        ``current``: without stale blocks.
+        ``current``: without stale blocks. ``below``: host memory may have a part of it.
         """
+        known = self.kv.is_known if below else partial(self._is_found, current=current)
         while hits:
             places = range(hits - 1, self._first(hits) - 1, -1)
-            missing = next((place for place in places if not self._is_found(keys[place], current=current)), None)
+            missing = next((place for place in places if not known(keys[place])), None)
             if missing is None:
                 break
             hits = missing
         return hits
+
+    def restore(self, keys: Seq[Key], hits: int) -> bool:
+        """Bring the window behind ``hits`` blocks back from host memory. Return whether the cache has it then."""
+        needed = keys[self._first(hits) : hits]
+        here = [block for key in needed if (block := self.kv.block_of(key)) is not None]
+        missing = [key for key in needed if self.kv.block_of(key) is None]
+        self.kv.hold(here)
+        found = not missing or self.kv.restore(missing, count=0, room=0)
+        self.kv.release_references(here)
+        return found
 
     def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
         """Return whether a sequence may compute the window before ``hits`` blocks again if it begins at ``begin``."""

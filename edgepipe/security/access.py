@@ -31,6 +31,7 @@ ALLOWED: Mapping[str, frozenset[ProcessKind]] = {
     "Probes/Echo": frozenset({ProcessKind.NODE}),
     "Node/Rebalance": frozenset({ProcessKind.NODE}),
     "Node/KeepCopy": frozenset({ProcessKind.NODE}),
+    "Node/ReadBatch": frozenset({ProcessKind.GATEWAY}),
     "Weights/GetManifest": frozenset({ProcessKind.NODE}),
     "Weights/ReadTensor": frozenset({ProcessKind.NODE}),
     "Weights/ReadFile": frozenset({ProcessKind.NODE}),

@@ -12,6 +12,7 @@ from itertools import accumulate
 from edgepipe.ids import StepId
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.scheduler.kv import Key
+from edgepipe.scheduler.phases import Turn
 from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
 from edgepipe.scheduler.tables import BlockTables
 
@@ -29,7 +30,10 @@ class FastForwardScheduler(Scheduler):
         During them no sequence ends by length and the free blocks suffice. 0 if the next step needs a decision.
         """
         records = self._in_flight
+        if self._drafting is not None:
+            return 0
         admits = self._waiting.any_parked or (len(self._waiting) and self._may_admit_after_decodes)
+        admits = admits and self._turn is not Turn.DECODES  # which ends when the number of decodes changes
         if self._ready or self._prompts or admits or self._forecast.has_frees or self._tables.states is not None:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
@@ -74,12 +78,12 @@ class FastForwardScheduler(Scheduler):
 
     def _sizes_stay(self) -> bool:
         """Return whether the policy lets each step in flight repeat at its size."""
-        sizes = [record.num_samples for record in self._in_flight]
+        sizes = [record.num_sampling for record in self._in_flight]
         load = self._load()
         for index, size in enumerate(sizes):
             others = (*sizes[index + 1 :], *sizes[:index])
             come_back = load._replace(sampling_rows_in_flight=others, ready_decodes=size)
-            if self._policy.budget(come_back).decode_rows < size:
+            if self._step_policy.budget(come_back).decode_rows < size:
                 return False
         return True
 

@@ -71,10 +71,11 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
     constraints = Constraints(layers=cluster.plan) if cluster.plan else Constraints(num_nodes=len(devices))
     demand = _demand(cluster)
-    placed = plan(demand, known.machines, known.links, constraints, explain=False).placed
+    found = plan(demand, known.machines, known.links, constraints, explain=False)
     if cluster.slices > 1:
-        by_hand = Constraints(layers=_interleaved(placed, cluster.slices))
-        placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
+        by_hand = Constraints(layers=_interleaved(found.placed, cluster.slices))
+        found = plan(demand, known.machines, known.links, by_hand, explain=False)
+    placed = found.placed
     parts = [
         (
             str(stage.node_id),
@@ -99,7 +100,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     ]
     return Imagined(
         ring=RingModel(stages=stages, seed=cluster.seed),
-        limits=_limits(cluster, devices, parts),
+        limits=_limits(cluster, devices, parts, most_slots=found.most_slots),
         row_bytes=row_bytes,
         plan=",".join(f"{stage.node_id}:{stage.part.layers}" for stage in placed),
     )
@@ -135,7 +136,11 @@ def _demand(cluster: ImaginedCluster) -> Demand:
 
 
 def _limits(
-    cluster: ImaginedCluster, devices: Mapping[str, DeviceModel], parts: Sequence[tuple[str, Slice, CostModel]]
+    cluster: ImaginedCluster,
+    devices: Mapping[str, DeviceModel],
+    parts: Sequence[tuple[str, Slice, CostModel]],
+    *,
+    most_slots: int,
 ) -> SchedulerLimits:
     """Use one number of blocks for all stages: the smallest stage's."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
@@ -151,6 +156,7 @@ def _limits(
             block_size=cluster.block_size,
             room_bytes=(devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE,
             wanted=(cluster.kv_tokens or MOST_TOKENS) // cluster.block_size,
+            most_slots=most_slots,
         )
         for name, (cost, slices) in held.items()
     )
@@ -167,5 +173,5 @@ def _limits(
         micro_batches=len(held),
         max_running=cluster.max_running,
         windows=classes.pools(num_blocks=num_blocks, block_size=cluster.block_size),
-        states=classes.states(num_blocks=num_blocks, block_size=cluster.block_size),
+        states=classes.states(num_blocks=num_blocks, block_size=cluster.block_size, most=most_slots),
     )

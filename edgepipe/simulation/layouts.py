@@ -96,6 +96,7 @@ def merged(reports: Sequence[RunReport]) -> RunReport:
         num_steps=steps,
         step_tokens_mean=mean,
         step_tokens_deviation=max(report.step_tokens_deviation for report in reports),
+        decode_rows_deviation=max(report.decode_rows_deviation for report in reports),
         micro_batches=reports[0].micro_batches,
         kv_mean=max(report.kv_mean for report in reports),
         kv_peak=max(report.kv_peak for report in reports),

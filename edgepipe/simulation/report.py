@@ -110,6 +110,7 @@ class RunReport:
     num_steps: int
     step_tokens_mean: float  # tokens per micro-batch
     step_tokens_deviation: float
+    decode_rows_deviation: float  # standard deviation of decodes within a turn's micro-batches, mean over the turns
     micro_batches: tuple[tuple[float, int], ...]  # M over time: (time of change, new M)
     kv_mean: float  # share of the pool in use
     kv_peak: float
@@ -171,6 +172,7 @@ def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Seque
         num_steps=len(steps),
         step_tokens_mean=float(step_tokens.mean()),
         step_tokens_deviation=float(step_tokens.std()),
+        decode_rows_deviation=_decode_deviation(steps),
         micro_batches=_changes(steps),
         kv_mean=float(used.mean()),
         kv_peak=float(used.max()),
@@ -220,6 +222,18 @@ def _stages(names: Sequence[str], steps: Sequence[StepRecord]) -> tuple[StageRep
         StageReport(name=name, busy=min(1.0, _per(float(seconds), whole_s)), step_s=float(seconds) / len(timed))
         for name, seconds in zip(names, busy_s, strict=True)
     )
+
+
+def _decode_deviation(steps: Sequence[StepRecord]) -> float:
+    """Return the standard deviation of decode rows within each M steps, as a mean over these; 0 where none have M."""
+    spreads: list[float] = []
+    place = 0
+    while place < len(steps):
+        turn = steps[place : place + steps[place].micro_batches]
+        place += steps[place].micro_batches
+        if len(turn) > 1 and all(step.decode_rows for step in turn):
+            spreads.append(float(np.std([step.decode_rows for step in turn])))
+    return float(np.mean(spreads)) if spreads else 0.0
 
 
 def _changes(steps: Sequence[StepRecord]) -> tuple[tuple[float, int], ...]:

@@ -8,16 +8,19 @@ steps and informs the scheduler once, with the same results.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.backend.drafting import Drafts, ImaginedDrafts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.scheduler import Event, Policy, ScheduledStep, SequenceSpec, TokenSampled
+from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
+from edgepipe.scheduler.batch_ways import make_way
 from edgepipe.scheduler.pacing import Pacer
+from edgepipe.simulation.drafts import SimulatedDrafts
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined
 from edgepipe.simulation.interleaved import InterleavedTraffic
@@ -29,6 +32,7 @@ from edgepipe.simulation.workload import Workload, WorkloadRequest
 _WORTHWHILE = 2  # minimum of turns to repeat; fewer are as fast step by step
 _MOST_REPEATED = 4096  # steps at once, which bounds the memory of their records
 _TOKEN = 0  # id of every sampled token; results do not depend on it
+_ROW = (_TOKEN,)  # tokens of a sampling row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +43,20 @@ class Run:
     workload: Workload
     policy: Policy
     micro_batches: int = 0  # 0: adapted during the run
+    batch_way: str = ""  # how steps are filled while all requests are batch requests; empty: by the policy
     itl_goal_s: float | None = 0.1  # time that prompts may add to a decode's turn; None: no bound
+    drafts: ImaginedDrafts | None = None  # None: nothing is drafted
     label: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # settings that the report shows
 
 
-def simulate(run: Run) -> RunReport:
+ChooseWay = Callable[[Scheduler, float, str], str | None]
+"""Maps the scheduler, the time and the way in use to another one, or None; called whenever a request has ended."""
+
+
+def simulate(run: Run, choose_way: ChooseWay | None = None) -> RunReport:
     """Serve the whole workload. The report counts rejected requests with their error."""
-    return _Simulation(run).result()
+    return _Simulation(run, choose_way).result()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,13 +78,15 @@ class _Flight:
     work: StepWork
     course: Course
     samplers: list[_Underway]  # requests that get a token when it is back
+    ids: Sequence[tuple[int, ...]]  # tokens of each of them
+    drafts: Sequence[Drafts]  # what may follow these
     looked_at: bool = False  # its times were measured
 
 
 class _Simulation:
     """One run; use an instance once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, choose_way: ChooseWay | None) -> None:
         cluster = run.cluster
         limits = replace(
             cluster.limits,
@@ -82,15 +94,27 @@ class _Simulation:
             max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients retry instead of failing
         )
         self._run = run
+        self._choose_way = choose_way
         self._scheduler = FastForwardScheduler(limits, run.policy)
-        self._scheduler.set_pacer(
-            Pacer(
-                cluster.ring.times(),
-                most_tokens=run.policy.most_prefill_tokens,
-                goal_s=run.itl_goal_s,
-                most_in_flight_tokens=limits.slack_tokens if limits.windows else None,
-            )
+        self._pacer = Pacer(
+            cluster.ring.times(),
+            most_tokens=run.policy.most_prefill_tokens,
+            goal_s=run.itl_goal_s,
+            most_in_flight_tokens=limits.slack_tokens if limits.windows else None,
         )
+        self._scheduler.set_pacer(self._pacer)
+        self._way = run.batch_way
+        if run.batch_way:
+            self._set_way(run.batch_way)
+        self._drafts: SimulatedDrafts | None = None
+        if run.drafts is not None:
+            self._drafts = SimulatedDrafts(
+                run.drafts,
+                cluster.ring.times(),
+                in_flight=lambda: min(self._scheduler.micro_batches, self._scheduler.num_running),
+                seed=cluster.ring.seed,
+            )
+            self._scheduler.set_drafting(self._drafts.drafting())
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
@@ -98,6 +122,13 @@ class _Simulation:
         self._in_flight: deque[_Flight] = deque()
         self._wanted = 0  # new M, when it must change
         self._steps: list[StepRecord] = []
+
+    def _set_way(self, name: str) -> None:
+        limits, lengths = self._run.cluster.limits, self._scheduler.answer_lengths
+        kv_tokens = limits.num_blocks * limits.block_size
+        way = make_way(name, self._pacer, lengths, kv_tokens=kv_tokens, knows_limits=False)
+        self._scheduler.set_batch_way(way)
+        self._way = name
 
     def result(self) -> RunReport:
         """Run to the end and report."""
@@ -137,7 +168,12 @@ class _Simulation:
             self._requests[sequence] = underway = _Underway(request=request, arrival_s=now_s)
             prompt = self._run.workload.prompt_ids(request)
             try:
-                spec = SequenceSpec(sequence=sequence, prompt=prompt, max_tokens=request.output_tokens)
+                spec = SequenceSpec(
+                    sequence=sequence,
+                    prompt=prompt,
+                    max_tokens=request.output_tokens,
+                    priority=self._run.workload.priority,
+                )
                 self._scheduler.submit([spec])
                 return
             except EdgepipeError as error:
@@ -147,7 +183,7 @@ class _Simulation:
 
     def _retire(self, now_s: float) -> None:
         flight = self._in_flight.popleft()
-        events = self._scheduler.retire(flight.step, [_TOKEN] * flight.work.logit_rows)
+        events = self._scheduler.retire(flight.step, flight.ids, flight.drafts, now_s=now_s)
         self._note(events, now_s)
         if not flight.looked_at and self._look(flight.work, flight.course):
             self._scheduler.set_micro_batches(self._wanted)
@@ -164,8 +200,11 @@ class _Simulation:
         for event in events:
             if isinstance(event, TokenSampled):
                 self._requests[event.sequence].token_times_s.append(now_s)
-            elif self._run.workload.concurrency:
-                self._next_request(now_s)
+            else:
+                if self._run.workload.concurrency:
+                    self._next_request(now_s)
+                if self._choose_way is not None and (way := self._choose_way(self._scheduler, now_s, self._way)):
+                    self._set_way(way)
 
     def _fill(self, now_s: float) -> None:
         while (step := self._scheduler.next_step()) is not None:
@@ -173,11 +212,16 @@ class _Simulation:
             work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
             course = self._traffic.send(work, now_s)
             samplers = [self._requests[sequence] for sequence in compress(step.sequences, step.samples)]
-            self._in_flight.append(_Flight(step.step, work, course, samplers))
+            ids: Sequence[tuple[int, ...]] = [_ROW] * len(samplers)
+            drafts: Sequence[Drafts] = ()
+            if self._drafts is not None:
+                ids, drafts = self._drafts.sampled(step), self._drafts.next_drafts(step)
+                course = course._replace(back_s=course.back_s + self._drafts.seconds(step))
+            self._in_flight.append(_Flight(step.step, work, course, samplers, ids, drafts))
             decode_rows = work.rows
             if work.tokens != decode_rows:
                 rows = zip(step.samples, step.num_tokens, strict=True)
-                decode_rows = sum([1 for samples, count in rows if samples and count == 1])
+                decode_rows = sum([count for samples, count in rows if samples == count])
             self._record(step.step, work.tokens, decode_rows, now_s, course, self._scheduler.used_blocks)
         self._repeat()
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.scheduler import Priority
 
 _TRACE_FORMAT = "arrival_s, prompt_tokens, output_tokens"
 _SHAREGPT_MEDIANS = (148, 164)  # tokens of prompt and output
@@ -103,6 +104,7 @@ class Workload:
     description: str  # text for people: "poisson 4/s, sharegpt lengths"
     concurrency: int | None = None  # users of the closed loop
     prefix_tokens: int = 0  # length of each shared prefix
+    priority: Priority = Priority.INTERACTIVE  # of every request
 
     def prompt_ids(self, request: WorkloadRequest, *, vocab_size: int = 256) -> tuple[int, ...]:
         """Return the request's token ids, uniform below ``vocab_size``; equal prefixes have equal ids."""
@@ -132,6 +134,7 @@ class WorkloadSpec:
     lengths_name: str = "fixed"  # name of the lengths in the description
     prefix_tokens: int = 0  # shared by all requests of a group, before their own prompt
     num_prefixes: int = 1  # groups, assigned to requests in turn
+    priority: Priority = Priority.INTERACTIVE
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ def make_workload(spec: WorkloadSpec) -> Workload:
         description=_describe(spec),
         concurrency=spec.concurrency if spec.arrivals is Arrivals.CLOSED else None,
         prefix_tokens=spec.prefix_tokens,
+        priority=spec.priority,
     )
 
 
@@ -207,7 +211,8 @@ def _describe(spec: WorkloadSpec) -> str:
         Arrivals.CLOSED: f"{spec.concurrency} at a time",
     }.get(spec.arrivals, "")
     shared = f", {spec.prefix_tokens} shared" if spec.prefix_tokens else ""
-    return f"{spec.num_requests} requests {when}, {spec.lengths_name} lengths{shared}"
+    kind = "batch requests" if spec.priority is Priority.BATCH else "requests"
+    return f"{spec.num_requests} {kind} {when}, {spec.lengths_name} lengths{shared}"
 
 
 def _is_header(text: str, *, first: bool) -> bool:

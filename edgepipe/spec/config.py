@@ -132,6 +132,7 @@ def _config(
         eos_token_ids=eos,
         bos_token_id=next(iter(bos), None),
         naming=naming,
+        mtp=decoder.mtp,
     )
 
 

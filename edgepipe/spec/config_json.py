@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.families import FAMILIES
 from edgepipe.spec.formats import check_format
 from edgepipe.spec.layer_json import layer_from_json, norm_from_json, without_defaults
+from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.naming import NAMINGS
 from edgepipe.spec.quantisation import Quantisation, quantisation_from_json, quantisation_to_json
 
@@ -28,12 +29,14 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Convert a config to plain JSON values, each kind of layer once; ``config_from_json`` restores an equal config."""
     kinds = list(dict.fromkeys(config.layers))
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    del values["quantisation"]
+    del values["quantisation"], values["mtp"]
     values |= {
         "norm": asdict(config.norm),
         "kinds": [without_defaults(kind) for kind in kinds],
         "layers": [kinds.index(layer) for layer in config.layers],
     }
+    if config.mtp is not None:
+        values["mtp"] = without_defaults(config.mtp)
     return values | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
 
 
@@ -58,6 +61,9 @@ def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
     good = all(type(place) is int and 0 <= place < len(kinds) for place in places)
     if not good or not 0 < len(places) <= limits.MAX_LAYERS or len(kinds) > _MAX_KINDS:
         raise fields.fail("layers", f"it has {len(places)} layers of {len(kinds)} kinds")
+    layers = tuple(kinds[place] for place in cast("list[int]", places))
+    if any(layer.mtp for layer in layers[:-1]) or len(layers) == layers[-1].mtp:
+        raise fields.fail("layers", "only the last of several layers can predict one token more")
     naming = fields.text("naming", default="")
     if naming not in NAMINGS:
         raise fields.fail("naming", f"{naming[:40]!r} is unknown")
@@ -68,7 +74,7 @@ def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
         hidden_size=fields.integer("hidden_size", low=1, high=limits.MAX_WIDTH),
         vocab_size=vocab,
         context_length=fields.integer("context_length", low=1, high=limits.MAX_CONTEXT),
-        layers=tuple(kinds[place] for place in cast("list[int]", places)),
+        layers=layers,
         norm=norm_from_json(fields.raw("norm")),
         tied_embeddings=fields.flag("tied_embeddings", default=False),
         embedding_scale=scales["embedding_scale"],
@@ -78,7 +84,18 @@ def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         quantisation=_quantisation(fields),
         naming=naming,
+        mtp=_mtp(fields, layers),
     )
+
+
+def _mtp(fields: Fields, layers: Sequence[LayerSpec]) -> LayerSpec | None:
+    value = fields.raw("mtp")
+    if value is None:
+        return None
+    found = layer_from_json(value)
+    if not found.mtp or layers[-1].mtp:
+        raise fields.fail("mtp", "it does not predict one token more, or the last layer does, too")
+    return found
 
 
 def _quantisation(fields: Fields) -> Quantisation | None:

@@ -6,18 +6,14 @@ This module reads no files; ``edgepipe.spec.config`` builds a ``ModelConfig`` fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.spec.kv_forms import vector_bytes
 from edgepipe.spec.layer_spec import LayerSpec, Norm
 from edgepipe.spec.quantisation import Quantisation
 
-KV_8BIT = "8bit"
-"""KV as int8 codes with a float16 scale per token, kv head, and key or value."""
-
-_KV_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, KV_8BIT: 1}
 _STATE_VALUE_BYTES = 4
-_KV_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,11 +108,25 @@ class ModelConfig:
     bos_token_id: int | None = None
     quantisation: Quantisation | None = None  # None: every weight is one stored tensor
     naming: str = ""  # naming of the stored tensors, a key of ``edgepipe.spec.naming.NAMINGS``
+    mtp: LayerSpec | None = None  # a layer that predicts one token more, which the files hold and ``layers`` lacks
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the last of ``layers`` predicts one token more; see ``with_mtp``."""
+        return self.layers[-1].mtp
+
+    def with_mtp(self) -> ModelConfig:
+        """Return the config whose last layer is ``mtp``; a model without such a layer stays."""
+        return self if self.mtp is None else replace(self, layers=(*self.layers, self.mtp), mtp=None)
+
+    def holding(self, slices: Iterable[Slice]) -> ModelConfig:
+        """Return the config that has the slices' layers: ``with_mtp`` if one of them ends behind ``layers``."""
+        return self.with_mtp() if any(part.layers.end > self.num_layers for part in slices) else self
 
     def context_for(self, asked_tokens: int) -> int:
         """Return the context length for a request of ``asked_tokens`` (0: the model's).
@@ -134,21 +144,30 @@ class ModelConfig:
     def kv_bytes_per_token(self, layers: Iterable[int] | None = None, *, form: str) -> int:
         """Return the bytes of one token's keys and values in some layers, by index; None: in all.
 
-        form  the dtype of the values ("float32" | "float16" | "bfloat16"), or ``KV_8BIT``
+        form  see ``vector_bytes``
 
-        Raises ConfigInvalid for another form.
+        Raises ConfigInvalid for another form, and for heads that it does not keep.
         """
-        if form not in _KV_VALUE_BYTES:
-            raise ConfigInvalid(f"KV cannot be kept as '{form}'", fact=f"it can be {', '.join(_KV_VALUE_BYTES)}")
         specs = self.layers if layers is None else [self.layers[index] for index in layers]
-        scale_bytes = _KV_SCALE_BYTES if form == KV_8BIT else 0
         parts = [spec.attention for spec in specs if spec.attention is not None]
         return sum(
-            part.kv_vectors * part.num_kv_heads * (part.head_dim * _KV_VALUE_BYTES[form] + scale_bytes)
-            for part in parts
+            part.kv_vectors * part.num_kv_heads * vector_bytes(form, part.head_dim, part.latent_width) for part in parts
         )
+
+    def keeps_kv_as(self, form: str) -> bool:
+        """Return whether the model's heads have a size that a form of KV can keep."""
+        try:
+            self.kv_bytes_per_token(form=form)
+        except ConfigInvalid:
+            return False
+        return True
 
     def state_bytes(self, layers: Iterable[int] | None = None) -> int:
         """Return the bytes of one sequence's state in some layers, by index; None: in all."""
         specs = self.layers if layers is None else [self.layers[index] for index in layers]
         return _STATE_VALUE_BYTES * sum(spec.state_values() for spec in specs)
+
+
+def whole_slice(config: ModelConfig) -> Slice:
+    """Return the slice of the whole model."""
+    return Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)

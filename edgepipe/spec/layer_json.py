@@ -60,6 +60,9 @@ def layer_from_json(value: object) -> LayerSpec:
     mixes, feeds = attention is not None or recurrent is not None, dense is not None or experts is not None
     if not (mixes and feeds) and (norms != "before" or not (mixes or feeds)):
         raise fields.fail("dense", f"a layer with norms {norms} needs a mixer and a feed-forward part")
+    mtp = fields.flag("mtp", default=False)
+    if mtp and (attention is None or not feeds):
+        raise fields.fail("mtp", "a layer that predicts one token more needs attention and a feed-forward part")
     return LayerSpec(
         attention=None if attention is None else _attention(attention),
         recurrent=None if recurrent is None else recurrent_from_json(_fields(recurrent, "the model's recurrent layer")),
@@ -69,6 +72,7 @@ def layer_from_json(value: object) -> LayerSpec:
         residual_scale=fields.number("residual_scale", low=0.0, high=_MAX_SCALE, default=1.0),
         own_norms=fields.flag("own_norms", default=False),
         output_scaled=fields.flag("output_scaled", default=False),
+        mtp=mtp,
     )
 
 

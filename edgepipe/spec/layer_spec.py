@@ -267,6 +267,10 @@ class LayerSpec:
     residual_scale: float = 1.0  # factor on what attention and feed-forward add (Granite)
     own_norms: bool = False  # dense part and experts have norms of their own, and the router reads what enters them
     output_scaled: bool = False  # its output is multiplied with a learned number
+    # It predicts the token after the next one (DeepSeek-AI 2024, DeepSeek-V3, section 2.2). Its input at a position is
+    # ``eh_proj [enorm(e), hnorm(h)]``: e embeds the next token, h is the model's output behind the final norm. Its own
+    # output passes ``shared_head.norm``, and then the model's head.
+    mtp: bool = False
 
     @property
     def mixes(self) -> bool:

@@ -27,6 +27,9 @@ HEAD = "lm_head.weight"
 OWN_NORMS = ("mlp.dense_output_norm", "mlp.expert_input_norm", "mlp.expert_output_norm")
 """Norms of layers whose dense part and experts have their own; the dense part's input has the usual one."""
 LAYER_SCALE = "layer_scalar"
+MTP_INPUT, MTP_NORMS, MTP_OUTPUT_NORM = "eh_proj.weight", ("enorm.weight", "hnorm.weight"), "shared_head.norm.weight"
+"""Weights that only a layer with ``LayerSpec.mtp`` has: the product [H, 2 H] of its inputs, their norms, the last norm.
+"""
 
 _EXPERT_GATE = "mlp.shared_expert_gate.weight"
 _SHOWN = 2  # names per kind of fault
@@ -55,13 +58,18 @@ def spec_tensors(spec: LayerSpec, hidden: int) -> Mapping[str, tuple[int, ...]]:
     """Return names within the layer, and shapes, of one decoder layer's weights, in reading order."""
     before, after = norm_names(spec)
     mixer = int(spec.mixes)  # norms of a layer without mixer are all of its feed-forward part
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in before[:mixer]}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.mtp:
+        shapes |= {**dict.fromkeys(MTP_NORMS, (hidden,)), MTP_INPUT: (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in before[:mixer]}
     shapes |= mixer_tensors(spec, hidden)
     shapes |= {f"{name}.weight": (hidden,) for name in (*after[:mixer], *before[mixer:])}
     shapes |= feed_forward_tensors(spec, hidden)
     if spec.own_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in OWN_NORMS}
     shapes |= {f"{name}.weight": (hidden,) for name in after[mixer:]}
+    if spec.mtp:
+        shapes[MTP_OUTPUT_NORM] = (hidden,)
     return shapes | ({LAYER_SCALE: (1,)} if spec.output_scaled else {})
 
 
@@ -109,10 +117,15 @@ def slice_parameters(config: ModelConfig, part: Slice) -> int:
     """Return the number of weights in a slice. A tied head counts in the slice that uses it."""
     table = config.vocab_size * config.hidden_size
     count = sum(layer_parameters(config, layer) for layer in part.layers)
-    count += table if part.embedding else 0
+    count += table if embeds(config, part) else 0
     if part.head:
-        count += config.hidden_size + (0 if part.embedding and config.tied_embeddings else table)
+        count += config.hidden_size + (0 if embeds(config, part) and config.tied_embeddings else table)
     return count
+
+
+def embeds(config: ModelConfig, part: Slice) -> bool:
+    """Return whether a slice embeds tokens: the first one, and one that predicts one token more."""
+    return part.embedding or (part.head and config.has_mtp)
 
 
 def is_norm(weight: str) -> bool:
@@ -210,11 +223,12 @@ class Share:
 def shares(config: ModelConfig, weight: str) -> Sequence[Share]:
     """Return how a weight is stored, in the order of its rows. Raises ModelInvalid."""
     naming, shape = NAMINGS[config.naming], weight_shape(config, weight)
+    mtp = config.has_mtp and weight.startswith(f"{_LAYERS}{config.num_layers - 1}.")
     if not naming.experts or not is_expert(weight):
-        return (_share(config, weight, naming.stored(weight), shape, _cut(config, naming, weight)),)
+        return (_share(config, weight, naming.stored(weight, mtp=mtp), shape, _cut(config, naming, weight)),)
     count = _num_experts(config, weight)
     own = (shape[0] // count, *shape[1:])
-    return [_share(config, weight, naming.stored(weight, expert=index), own) for index in range(count)]
+    return [_share(config, weight, naming.stored(weight, expert=index, mtp=mtp), own) for index in range(count)]
 
 
 def is_stored_tensor(config: ModelConfig, weight: str) -> bool:
@@ -310,7 +324,7 @@ def weight_shape(config: ModelConfig, weight: str) -> tuple[int, ...]:
 
 def slice_weights(config: ModelConfig, part: Slice) -> tuple[str, ...]:
     """Return the names of a slice's weights, in reading order; a tied head is the embedding, listed once."""
-    names = [EMBEDDING] if part.embedding else []
+    names = [EMBEDDING] if embeds(config, part) else []
     for layer in part.layers:
         names += layer_tensors(config, layer)
     if part.head:
@@ -321,19 +335,9 @@ def slice_weights(config: ModelConfig, part: Slice) -> tuple[str, ...]:
 
 def check_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> None:
     """Check weights against the config. Raises ModelInvalid, which lists missing, extra and wrong-shaped tensors."""
-    expected = {
-        name: (part, share)
-        for weight in model_tensors(config)
-        for share in shares(config, weight)
-        for name, part in share.parts.items()
-    }
-    missing = [name for name in expected if name not in infos]
+    expected = _expected(config, model_tensors(config))
     extra = [name for name in infos if name not in expected and not _ignored(config, name)]
-    present = [(infos[name], part, share) for name, (part, share) in expected.items() if name in infos]
-    shapes = [fault for info, part, share in present if (fault := _shape_fault(info, part, share))]
-    types = [f"{info.name} {info.scheme}" for info, part, _ in present if info.scheme not in part.types]
-    complaints = [("missing", missing), ("extra", extra), ("wrong shape", shapes), ("wrong type", types)]
-    facts = [f"{kind}: {_listed(names)}" for kind, names in complaints if names]
+    facts = _faults(expected, infos, extra)
     if facts and config.quantisation is None and (parts_of_packed := [name for name in extra if _is_packed(name)]):
         raise ModelInvalid(
             "the weights are quantised, but config.json does not say how",
@@ -346,6 +350,44 @@ def check_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> None:
             fact="; ".join(facts),
             next_step="fetch the model again, or choose another",
         )
+
+
+def mtp_fault(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> str:
+    """Return what is wrong with the stored tensors of ``config.mtp``; empty: nothing, or the model has none."""
+    if config.mtp is None:
+        return ""
+    drafting = config.with_mtp()
+    return "; ".join(_faults(_expected(drafting, layer_tensors(drafting, config.num_layers)), infos))
+
+
+def stores_mtp(config: ModelConfig, stored: Iterable[str]) -> bool:
+    """Return whether files with tensors of these names hold any of ``config.mtp``."""
+    if config.mtp is None:
+        return False
+    drafting = config.with_mtp()
+    return not _expected(drafting, layer_tensors(drafting, config.num_layers)).keys().isdisjoint(stored)
+
+
+Expected = Mapping[str, tuple[StoredPart, Share]]
+
+
+def _expected(config: ModelConfig, weights: Iterable[str]) -> Expected:
+    """Return the stored tensors of some weights, by name."""
+    return {
+        name: (part, share)
+        for weight in weights
+        for share in shares(config, weight)
+        for name, part in share.parts.items()
+    }
+
+
+def _faults(expected: Expected, infos: Mapping[str, TensorInfo], extra: Sequence[str] = ()) -> list[str]:
+    missing = [name for name in expected if name not in infos]
+    present = [(infos[name], part, share) for name, (part, share) in expected.items() if name in infos]
+    shapes = [fault for info, part, share in present if (fault := _shape_fault(info, part, share))]
+    types = [f"{info.name} {info.scheme}" for info, part, _ in present if info.scheme not in part.types]
+    complaints = [("missing", missing), ("extra", extra), ("wrong shape", shapes), ("wrong type", types)]
+    return [f"{kind}: {_listed(names)}" for kind, names in complaints if names]
 
 
 def _is_packed(name: str) -> bool:

@@ -18,11 +18,15 @@ SLACK_TOKENS = 2048
 MOST_TOKENS = 1 << 40
 """More tokens of KV than any machine holds."""
 
+AUTO_TIER_PARTS = 3
+"""Of the free host memory beside a device, one part is for idle KV with ``--kv-ram auto``."""
+
 _BLOCK_SIZE = 16  # default tokens per KV block; most devices use this size
 _SLACK_PARTS = 8  # the slack takes at most 1/8 of the context
 _POOL_PARTS = 8  # a window's pool has at least 1/8 of the context's blocks
-_LEAST_SLOTS = 4  # two sequences, and a snapshot of each
-_SLOT_SHARE = 2  # all slots take twice the bytes of the KV, unless the next bounds say otherwise
+LEAST_SLOTS = 4
+"""Slots of the states of two sequences, and of a snapshot of each."""
+
 _MOST_SLOT_TOKENS, _LEAST_SLOT_TOKENS = 2048, 64  # tokens of KV per slot: upper and lower bound
 _LEAST_GAP, _MOST_GAP = 256, 4096  # tokens between a prompt's snapshots
 _COUNTED_FORM = "bfloat16"  # form of the KV whose bytes the gap compares
@@ -84,19 +88,37 @@ class MemoryClasses:
             pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
         return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
 
-    def states(self, *, num_blocks: int, block_size: int) -> StateSlots | None:
+    def states(self, *, num_blocks: int, block_size: int, most: int = 0) -> StateSlots | None:
         """Return the slots beside ``num_blocks`` blocks of the context; None for a model without recurrent layers.
 
         A snapshot takes as many bytes as the KV of ``gap`` tokens, within bounds. So snapshots of a long prompt double
-        its memory. All slots take twice the bytes of the KV, within bounds: a short chat needs a slot, too.
+        its memory. All slots take as many bytes as the KV, within bounds: a short chat needs a slot, too. At most
+        ``most`` slots (0: no bound) leave room for more KV. If they are fewer, snapshots lie further apart, so that
+        those of a prompt that fills the KV still reach from its beginning to its end.
         """
         if not self.state_bytes:
             return None
         alike = self.state_bytes // self.kv_token_bytes if self.kv_token_bytes else _MOST_GAP  # tokens of KV
         gap = max(_LEAST_GAP, min(_MOST_GAP, alike))
-        slot_tokens = max(_LEAST_SLOT_TOKENS, min(_MOST_SLOT_TOKENS, alike // _SLOT_SHARE))
-        slots = max(_LEAST_SLOTS, -(-num_blocks * block_size // slot_tokens))
+        slot_tokens = max(_LEAST_SLOT_TOKENS, min(_MOST_SLOT_TOKENS, alike))
+        slots = max(LEAST_SLOTS, -(-num_blocks * block_size // slot_tokens))
+        if most and most < slots:
+            slots = max(LEAST_SLOTS, most)
+            gap = max(gap, num_blocks * block_size // (slots - 1))
         return StateSlots(num_slots=slots, gap=-(-gap // block_size) * block_size)
+
+    def host_places(self, num_blocks: int, windows: Sequence[WindowPool], *, block_size: int) -> tuple[int, ...]:
+        """Return the places of each memory class in host memory that holds ``num_blocks`` of the context; 0: none.
+
+        windows  the pools on the device
+        """
+        if not num_blocks:
+            return ()
+        contexts = -(-num_blocks * block_size // self.context_length)
+        blocks = [max(num_blocks // _POOL_PARTS, contexts * pool.most_blocks) for pool in windows]
+        states = self.states(num_blocks=num_blocks, block_size=block_size)
+        slots = () if states is None else (states.num_slots,)
+        return (num_blocks, *(min(num_blocks, each) for each in blocks), *slots)
 
     def opened(self, window_blocks: Sequence[int], *, block_size: int) -> tuple[WindowPool, ...]:
         """Return the pools that an epoch was opened with. Raises ValueError for another number of classes."""
@@ -124,17 +146,19 @@ class MemoryClasses:
         block_size: int,
         room_bytes: float,
         wanted: int,
+        most_slots: int = 0,
     ) -> int:
         """Return the most blocks of class 0, at most ``wanted``, whose pools fit into the room; 0 if none do.
 
         block_bytes   of one block in all layers of a stage
         window_bytes  of these, the bytes of each windowed class
         state_bytes   of one slot in all layers of the stage
+        most_slots    see ``states``
         """
 
         def num_bytes(num_blocks: int) -> int:
             pools = self.pools(num_blocks=num_blocks, block_size=block_size)
-            states = self.states(num_blocks=num_blocks, block_size=block_size)
+            states = self.states(num_blocks=num_blocks, block_size=block_size, most=most_slots)
             kv = pool_bytes(block_bytes, window_bytes, num_blocks, [pool.num_blocks for pool in pools])
             return kv + state_bytes * (states.kept_slots if states else 0)
 
@@ -188,28 +212,24 @@ def pool_bytes(block_bytes: int, window_bytes: Sequence[int], num_blocks: int, w
     return block_bytes * num_blocks - saved
 
 
-def state_slots(config: ModelConfig, num_tokens: int) -> int:
-    """Return the slots of states beside a KV cache of ``num_tokens``; 0 for a model without recurrent layers."""
-    states = _states(config, num_tokens)
-    return states.num_slots if states is not None else 0
+def state_slots(config: ModelConfig, num_tokens: int, *, most_slots: int = 0) -> StateSlots | None:
+    """Return the slots of states beside a KV cache of ``num_tokens``. See ``MemoryClasses.states``."""
+    blocks = -(-num_tokens // _BLOCK_SIZE)
+    return memory_classes(config).states(num_blocks=blocks, block_size=_BLOCK_SIZE, most=most_slots)
 
 
-def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str) -> tuple[int, ...]:
+def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str, most_slots: int = 0) -> tuple[int, ...]:
     """Return the bytes of each layer's KV and states where the layers that keep the context hold ``num_tokens``.
 
-    ``form``: see ``ModelConfig.kv_bytes_per_token``.
+    ``form``: see ``ModelConfig.kv_bytes_per_token``. ``most_slots``: see ``MemoryClasses.states``.
     """
     kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
-    states = _states(config, num_tokens)
+    states = state_slots(config, num_tokens, most_slots=most_slots)
     slots = states.kept_slots if states is not None else 0
     return tuple(
         config.kv_bytes_per_token((layer,), form=form) * count + config.state_bytes((layer,)) * slots
         for layer, count in enumerate(kept)
     )
-
-
-def _states(config: ModelConfig, num_tokens: int) -> StateSlots | None:
-    return memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
 
 
 def most_within(room_bytes: float, bytes_of: Callable[[int], int], *, at_most: int = MOST_TOKENS) -> int:

@@ -70,7 +70,6 @@ _HF: Mapping[str, Naming] = {
         },
         experts=EACH,
         later_layers=True,
-        unread=MTP,
     ),
     "gpt_oss": Naming(
         fused=GATES_AND_UPS,
@@ -99,9 +98,8 @@ _HF: Mapping[str, Naming] = {
     "deepseek2": Naming(
         later_layers=True,
         skipped=(r"blk\.\d+\.nextn\.", r"model\.layers\.\d+\.self_attn\.[kv]_b_proj\."),  # some files have kv_b twice
-        unread=MTP,
     ),
-    "later layers": Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), unread=MTP),
+    "later layers": Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",)),
     "each expert": Naming(experts=EACH),
     **RECURRENT,
 }

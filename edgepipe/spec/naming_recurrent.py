@@ -17,11 +17,17 @@ _BY_KEY_HEAD = {"linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_
 _ROUTER = {"mlp.router": "mlp.gate"}
 
 _QWEN3_NEXT = Naming(
-    modules=_ROUTER, experts=EACH, fused=_BY_KEY_HEAD, by_key_head=True, skipped=(r"mtp\.",), unread=MTP
+    modules=_ROUTER, experts=EACH, fused=_BY_KEY_HEAD, by_key_head=True, skipped=(r"mtp\.",), mtp="mtp."
 )
-_QWEN3_5 = Naming(modules=_ROUTER, experts=EACH, skipped=(r"mtp\.", r"model\.visual\."), unread=f"pictures, {MTP}")
+_QWEN3_5 = Naming(
+    modules=_ROUTER,
+    experts=EACH,
+    skipped=(r"mtp\.", r"model\.visual\."),
+    unread="pictures",
+    mtp="mtp.",
+)
 _QWEN3_5_VISION = replace(_QWEN3_5, prefix="model.language_model.")
-_GGUF = Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), unread=MTP, exponents=True)
+_GGUF = Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), exponents=True)
 
 _MAMBA = ("in_proj", "out_proj", "conv1d", "norm", "dt_bias", "A_log", "D")
 _NEMOTRON_H = Naming(
@@ -89,7 +95,8 @@ _MLX_QWEN3_5 = Naming(
     prefix="language_model.model.",
     head="language_model.lm_head",
     skipped=(r"vision_tower\.", r"(language_model\.)?mtp\."),
-    unread=f"pictures, {MTP}",
+    unread="pictures",
+    mtp="language_model.mtp.",
 )
 _MLX_NEMOTRON_H = replace(
     _NEMOTRON_H,
@@ -140,7 +147,7 @@ RECURRENT: Mapping[str, Naming] = {
     "qwen3_next, GGUF, early": replace(_GGUF, fused=_BY_KEY_HEAD, by_key_head=True),
     "qwen3_5, GGUF": _GGUF,
     "nemotron_h": _NEMOTRON_H,
-    "nemotron_h, GGUF": replace(_GGUF, modules={"post_attention_layernorm": "input_layernorm"}),
+    "nemotron_h, GGUF": replace(_GGUF, modules={"post_attention_layernorm": "input_layernorm"}, unread=MTP),
     "granitemoehybrid": _GRANITE,
     "granitemoehybrid, GGUF": Naming(exponents=True),
     "lfm2": _LFM2,

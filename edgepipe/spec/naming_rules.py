@@ -10,6 +10,13 @@ EACH = "mlp.experts.{expert}.{matrix}"
 GATES_AND_UPS = {"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")}
 """Of all experts, in one tensor [experts, 2 * inner, H]; see ``Naming.fused``."""
 MTP = "multi-token prediction"
+_MTP_MODULES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+"""Qwen's names of the modules that only a layer with ``LayerSpec.mtp`` has."""
 _EXPERT = re.compile(r"mlp\.experts\.(gate_proj|up_proj|down_proj)\b")
 
 
@@ -33,15 +40,26 @@ class Naming:
     later_layers: bool = False  # files may hold layers beyond the model's, which predict several tokens at once
     skipped: tuple[str, ...] = ()  # regular expressions of tensors that edgepipe does not read
     unread: str = ""  # what those tensors and later layers are, for people
+    # Text before "layers.0." and Qwen's names in the layer with ``LayerSpec.mtp``; empty: it is named as the others.
+    mtp: str = ""
 
-    def stored(self, name: str, *, expert: int | None = None) -> str:
-        """Return the stored name of a weight or bias; ``expert``: of one expert's share."""
+    def stored(self, name: str, *, expert: int | None = None, mtp: bool = False) -> str:
+        """Return the stored name of a weight or bias.
+
+        expert  of one expert's share
+        mtp     of the layer that predicts one token more
+        """
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head")
         layers, dot, within = name.removeprefix("model.").partition(".")
         if layers != "layers":
             return self.prefix + self.tables.get(layers, layers) + dot + within
         layer, _, inner = within.partition(".")
+        if mtp and self.mtp:
+            module, _, suffix = inner.rpartition(".")
+            if module in _MTP_MODULES:
+                return f"{self.mtp}{_MTP_MODULES[module]}.{suffix}"
+            return f"{self.mtp}layers.0.{self._within(inner, expert)}"
         return f"{self.prefix}layers{dot}{layer}.{self._within(inner, expert)}"
 
     def fused_with(self, module: str) -> tuple[str, ...]:

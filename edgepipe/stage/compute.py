@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -18,6 +19,8 @@ from edgepipe.stage.step_mark import StepMark
 from edgepipe.stage.step_times import StepTimes
 
 T = TypeVar("T")
+
+_LIVES_S = 0.5  # interval at which a thread that waits looks whether the compute thread still runs
 
 
 class Work(Protocol):
@@ -75,7 +78,8 @@ class ComputeThread:
     """Runs steps in the order of ``put``.
 
     Where the backend allows, it submits a step before it collects the previous one. Functions passed to ``call`` run
-    between steps, with no step outstanding.
+    between steps, with no step outstanding. Functions passed to ``later`` run before the thread waits: the device gets
+    its next step first.
     """
 
     def __init__(self, *, clock: Clock, name: str = "compute", mark: StepMark | None = None) -> None:
@@ -88,6 +92,7 @@ class ComputeThread:
         self._times = StepTimes()
         self._jobs: SimpleQueue[Work | Callable[[], None]] = SimpleQueue()
         self._outstanding: deque[_Outstanding] = deque()
+        self._later: deque[Callable[[], object]] = deque()
         self._idle_since_s = clock.monotonic_s()
         self._open = True
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -115,6 +120,15 @@ class ComputeThread:
         """Queue a step without blocking. The caller bounds the queue."""
         self._jobs.put(work)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether the thread has something to do besides the steps on the device."""
+        return not self._jobs.empty()
+
+    def later(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` on this thread before it next waits or computes. Call it on the compute thread."""
+        self._later.append(tell)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the thread once all previous steps are collected. Raises the function's error."""
         if not self._thread.is_alive():
@@ -133,6 +147,25 @@ class ComputeThread:
         self._jobs.put(job)
         return await future
 
+    def wait_for(self, function: Callable[[], T]) -> T:
+        """Run ``function`` as ``call`` does, and wait for its result on another thread. Raises the function's error.
+
+        Raises RuntimeError if this thread ends before.
+        """
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as exc:
+                future.set_exception(exc)
+
+        self._jobs.put(job)
+        while not wait([future], timeout=_LIVES_S).done:
+            if not self._thread.is_alive() and not future.done():
+                raise RuntimeError("the compute thread is closed")
+        return future.result()
+
     async def close(self) -> None:
         """Finish the queued work and end the thread. May be called twice."""
         if self._thread.is_alive():
@@ -146,18 +179,28 @@ class ComputeThread:
         while self._open:
             job = self._next_job()
             if job is None:
+                self._tell()
                 self._collect()
             elif callable(job):
+                self._tell()
                 self._drain()
                 self._times.calls(calling=True)
                 job()
                 self._times.calls(calling=False)
             else:
+                if self.backend.max_submitted == 1:
+                    self._tell()  # such a backend may compute the step in ``submit``
                 self._submit(job)
+
+    def _tell(self) -> None:
+        while self._later:
+            self._later.popleft()()
 
     def _next_job(self) -> Work | Callable[[], None] | None:
         """Return the next job; None if the oldest outstanding step must be collected first."""
         if not self._outstanding:
+            if self._jobs.empty():
+                self._tell()
             return self._jobs.get()
         if len(self._outstanding) >= self.backend.max_submitted:
             return None

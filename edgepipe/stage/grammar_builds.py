@@ -1,13 +1,16 @@
 """Compiles the grammars of sequences while their prompts are computed, beside the sampler's threads.
 
 A sampler thread never waits for a grammar: a sequence that is not ready at its first sampling is given back to the
-engine (GrammarNotReady), which begins it again a little later. Every grammar is compiled once per text.
+engine (GrammarNotReady), which begins it again a little later. It then finds what was prepared meanwhile: it would
+otherwise come too early each time on a fast ring. Every grammar is compiled once per text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +32,8 @@ T = TypeVar("T")
 DEADLINE_S = 30.0  # longest time until a sequence's grammar is ready, with its wait for those before it
 _NUM_THREADS = 2  # one user's grammar may compile while another user's does, or an output is replayed
 _MAX_WAITING = 1024  # grammars of one user that wait: more than an engine computes at a time
+_KEPT_S = 10.0  # how long a grammar that came too late is kept: the engine begins again within half a second
+_MAX_LATE = 256  # grammars that came too late
 _LEAST_BYTES = 64 << 10  # assumed least size of a compiled grammar: small ones are below the page-wise measure
 
 
@@ -48,27 +53,38 @@ class PendingGrammar:
     """A sequence's grammar, from its registration on. The loop settles it, sampler threads read it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._missed = False  # it was asked for before it was settled
         self._first: tuple[tuple[int, ...], GrammarState] | None = None  # output so far and its state, used once
         self._built: BuiltGrammar | None = None
         self._error: EdgepipeError | None = None
 
     def state(self, tokens: Sequence[int]) -> GrammarState:
         """See ``StartGrammar``."""
-        if self._error is not None:
-            raise self._error
-        if self._built is None:
-            raise GrammarNotReady()
-        first, self._first = self._first, None
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._built is None:
+                self._missed = True
+                raise GrammarNotReady()
+            first, self._first = self._first, None
         return first[1] if first is not None and first[0] == tuple(tokens) else self._built.state(tokens)
 
     def ready(self, built: BuiltGrammar, tokens: tuple[int, ...], state: GrammarState) -> None:
         """Settle it with the state after the output so far."""
-        self._first = (tokens, state)
-        self._built = built  # last, because ``state`` reads it first
+        with self._lock:
+            self._first, self._built = (tokens, state), built
 
     def fail(self, error: EdgepipeError) -> None:
         """Settle it with the reason why the sequence cannot go on."""
-        self._error = error
+        with self._lock:
+            self._error = error
+
+    @property
+    def came_late(self) -> bool:
+        """Whether it was asked for before it was settled. Its sequence was then given back."""
+        with self._lock:
+            return self._missed
 
 
 class GrammarBuilds:
@@ -83,9 +99,31 @@ class GrammarBuilds:
         self._building_bytes = 0  # size of the grammars that are compiled now
         self._vocabulary: GrammarTokenizer | None = None  # vocabulary of the known grammars
         self._known = BuiltGrammars()
+        # By grammar and output so far: their sequences were given back, and begin again.
+        self._late: OrderedDict[tuple[GrammarSpec, tuple[int, ...]], PendingGrammar] = OrderedDict()
+
+    def settled(self, spec: GrammarSpec, tokens: tuple[int, ...]) -> PendingGrammar | None:
+        """Return what an earlier attempt of a sequence with these output tokens did not wait for."""
+        return self._late.get((spec, tokens))
 
     async def prepare(self, spec: GrammarSpec, tokens: tuple[int, ...], pending: PendingGrammar) -> None:
         """Settle ``pending`` with the state after these output tokens, or with the reason against it."""
+        await self._settle(spec, tokens, pending)
+        if pending.came_late:
+            self._keep((spec, tokens), pending)
+
+    def _keep(self, key: tuple[GrammarSpec, tuple[int, ...]], pending: PendingGrammar) -> None:
+        self._late[key] = pending
+        self._late.move_to_end(key)
+        if len(self._late) > _MAX_LATE:
+            self._late.popitem(last=False)
+        asyncio.get_running_loop().call_later(_KEPT_S, self._drop, key, pending)
+
+    def _drop(self, key: tuple[GrammarSpec, tuple[int, ...]], pending: PendingGrammar) -> None:
+        if self._late.get(key) is pending:
+            del self._late[key]
+
+    async def _settle(self, spec: GrammarSpec, tokens: tuple[int, ...], pending: PendingGrammar) -> None:
         try:
             async with asyncio.timeout(DEADLINE_S), self._turns.turn(spec.user):
                 built, state = await self._begin(spec, tokens)

@@ -110,7 +110,8 @@ class Lane:
     def next_ready(self) -> StageStep | None:
         """Return the next step with its inputs; None while it waits for them.
 
-        That is the oldest planned step. While its activations are on their way, an express step may pass bulk ones.
+        That is the oldest planned step. While its activations are on their way, an express step may pass bulk ones. A
+        bulk step may pass express steps that were planned ahead, while these wait for their inputs.
         """
         queue = self._next_queue()
         if queue is None:
@@ -134,16 +135,17 @@ class Lane:
     def _next_queue(self) -> _Queue | None:
         """Return the queue whose first step is computed next; None while that step waits for its inputs."""
         express, bulk = self._express, self._bulk
+        first, other = express, bulk
         if not express.planned or (bulk.planned and bulk.planned[0].step < express.planned[0].step):
-            if bulk.is_ready:
-                return bulk
-            return express if express.is_ready and self._passes(express.planned[0]) else None
-        return express if express.is_ready else None
+            first, other = bulk, express
+        if first.is_ready:
+            return first
+        return other if other.is_ready and self._passes(other.planned[0], first) else None
 
-    def _passes(self, work: StageStep) -> bool:
-        """Return whether an express step may pass all older bulk steps."""
-        older = takewhile(lambda bulk: bulk.step < work.step, self._bulk.planned)
-        return all(work.uses.may_pass(bulk.uses) for bulk in older)
+    def _passes(self, work: StageStep, queue: _Queue) -> bool:
+        """Return whether a step may pass all older steps of the other class."""
+        older = takewhile(lambda each: each.step < work.step, queue.planned)
+        return all((queue.bulk or each.after is not None) and work.uses.may_pass(each.uses) for each in older)
 
     def _watch(self, queue: _Queue) -> None:
         if self.receiver is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +12,10 @@ import numpy.typing as npt
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import model_tensors, slice_weights
-from edgepipe.spec.packed import GroupValues, Packed
-from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
+from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
+from edgepipe.weights.made_up_packed import DEVIATION, made_up_packed
 from edgepipe.weights.weight_table import FLOATS, LayerForms, WeightTable, make_table
-
-_DEVIATION = 0.02  # standard deviation of the values: about that of trained weights
-_FINITE_CODES = 0x77  # every fp8 code but not a number, by its bits
-_FACTORS = (32, 64)  # least factor of a group with a base scale, and the end of their range
 
 
 class MadeUpWeights:
@@ -33,9 +28,8 @@ class MadeUpWeights:
         self._table = table
         self._shapes = model_tensors(config)
         generator = np.random.default_rng(0)
-        floats = generator.normal(0, _DEVIATION, 1 << 16).astype(np.float32)
+        floats = generator.normal(0, DEVIATION, 1 << 16).astype(np.float32)
         self._floats = (floats.view(np.uint32) >> 16).astype(np.uint16)
-        self._bytes = generator.integers(0, 256, 1 << 16, dtype=np.uint8)
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
         """See ``WeightSource.tensors``: all of them in bf16."""
@@ -57,7 +51,7 @@ class MadeUpWeights:
     def load(self, name: str) -> StoredTensor | Packed:
         """See ``WeightSource.load``."""
         form, shape = self._table.form(name), self._shapes[name]
-        return self.read(name) if form is None else self._packed(name, (shape[0], shape[-1]), form)
+        return self.read(name) if form is None else made_up_packed(name, (shape[0], shape[-1]), form)
 
     def _tensor(self, name: str) -> TensorInfo:
         shape = self._shapes[name]
@@ -67,52 +61,6 @@ class MadeUpWeights:
         form, shape = self._table.form(name), self._shapes[name]
         size = 2 * math.prod(shape) if form is None else form.num_bytes((shape[0], shape[-1]))
         return WeightInfo(name=name, shape=shape, scheme="random", form=form, num_bytes=size)
-
-    def _packed(self, name: str, shape: tuple[int, int], form: PackedForm) -> Packed:
-        rows, inputs = shape
-        groups = inputs // form.group
-        scale = _scale_for(form)
-        middle = 1 << (form.bits - 1)
-        zero: int | npt.NDArray[np.uint8] | None = None
-        if form.offset == "zero":
-            zero = middle
-        elif form.offset == "zeros":
-            zero = np.full((rows, groups), middle, np.uint8)
-        added = form.offset == "added"
-        return Packed(
-            name=name,
-            shape=shape,
-            form=form,
-            low=self._codes((rows, inputs // 2), form),
-            high=self._codes((rows, inputs * (form.bits - 4) // 8), form) if form.bits > 4 else None,
-            scale=self._values(rows, inputs, form, scale),
-            offset=self._values(rows, inputs, form, -scale * (middle - 0.5)) if added else None,
-            zero=zero,
-            order=np.arange(inputs, dtype=np.int32)[::-1].copy() if form.ordered else None,
-        )
-
-    def _codes(self, shape: tuple[int, int], form: PackedForm) -> npt.NDArray[np.uint8]:
-        """Return random codes; of fp8 none that is not a number (0x7F, 0xFF)."""
-        codes = np.resize(self._bytes, shape)
-        return codes & np.uint8(_FINITE_CODES) if form.codebook == "e4m3" else codes
-
-    def _values(self, rows: int, inputs: int, form: PackedForm, value: float) -> GroupValues:
-        """Return values around ``value``."""
-        kind: Any = np.float32 if form.base_bits == 32 else np.float16
-        if not form.span:
-            return GroupValues(base=np.full((rows, inputs // form.group), value, kind))
-        low, high = _FACTORS
-        factor = low + np.resize(self._bytes, (rows, inputs // form.group)) % np.uint8(high - low)
-        base = np.full((rows, inputs // form.span), value / high, kind)
-        return GroupValues(base=base, factor=factor.astype(np.int8 if form.bits == 6 else np.uint8))
-
-
-def _scale_for(form: PackedForm) -> float:
-    """Return a scale that gives random codes the usual deviation."""
-    if form.codebook:
-        levels = CODEBOOKS[form.codebook]
-        return _DEVIATION / float(np.nanstd(levels))
-    return _DEVIATION / (2**form.bits / math.sqrt(12))  # uniform codes deviate so from their mean
 
 
 def spread(config: ModelConfig, table: WeightTable, wanted: int) -> tuple[tuple[LayerSpec, ...], WeightTable]:

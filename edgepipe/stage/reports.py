@@ -14,7 +14,7 @@ from edgepipe.link.serving import Replies
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
+from edgepipe.wire.plans import HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
@@ -30,12 +30,17 @@ class Reports:
         self._ends = False
         self._timings: deque[StepTiming] = deque(maxlen=_MAX_TIMINGS)
         self._links: deque[LinkSample] = deque(maxlen=_MAX_TIMINGS)
+        self._home: deque[HomeTokens] = deque(maxlen=_MAX_TIMINGS)
         self._timer: asyncio.TimerHandle | None = None
 
     def opened(self, epoch: Epoch, *, kv_since: Epoch) -> None:
         """Report that the stage accepts plans. Its KV holds all that the engine's steps wrote since ``kv_since``."""
         opened = stage_pb2.Opened(epoch=epoch_to_wire(epoch), kv_since=epoch_to_wire(kv_since))
         self._put(stage_pb2.StageReport(opened=opened))
+
+    def home_opened(self, epoch: Epoch) -> None:
+        """Report that the stage that embeds takes this stage's tokens."""
+        self._put(stage_pb2.StageReport(home_opened=stage_pb2.HomeOpened(epoch=epoch_to_wire(epoch))))
 
     def done(self, done: StepDone) -> None:
         """Report a retired step."""
@@ -49,6 +54,11 @@ class Reports:
     def link(self, sample: LinkSample) -> None:
         """Report a step's arrival at the next stage, within 100 ms."""
         self._links.append(sample)
+        self._arm()
+
+    def home(self, tokens: HomeTokens) -> None:
+        """Report the tokens that came for the steps after one, within 100 ms."""
+        self._home.append(tokens)
         self._arm()
 
     def fault(
@@ -97,9 +107,10 @@ class Reports:
 
     def _flush(self) -> None:
         self._timer = None
-        timings = to_wire(StageTimings(timings=tuple(self._timings), links=tuple(self._links)), stage_pb2.StageTimings)
-        self._timings.clear()
-        self._links.clear()
+        report = StageTimings(timings=tuple(self._timings), links=tuple(self._links), home=tuple(self._home))
+        timings = to_wire(report, stage_pb2.StageTimings)
+        for reported in (self._timings, self._links, self._home):
+            reported.clear()
         self._put(stage_pb2.StageReport(timings=timings))
 
     def _put(self, report: Any) -> None:

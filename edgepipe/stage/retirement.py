@@ -31,15 +31,17 @@ class Retirement:
 
     def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
         """Finish a step. Yields the steps that can be reported now."""
-        sampled = list(enumerate(result.sampled))
+        rows = result.sampled
+        tokens = [each for row in rows for each in row if each.error is None]
         self._settled[step] = StepDone(
             epoch=self._epoch,
             step=step,
-            ids=tuple(each.token for each in result.sampled),
+            ids=tuple([tuple([each.token for each in row if each.error is None]) for row in rows]),
             timings=timings,
-            logprobs=tuple((index, each.logprobs) for index, each in sampled if each.logprobs is not None),
+            logprobs=tuple([(at, each.logprobs) for at, each in enumerate(tokens) if each.logprobs is not None]),
             prompt_logprobs=result.prompts,
-            failures=tuple((index, each.error) for index, each in sampled if each.error is not None),
+            failures=tuple([(at, each.error) for at, row in enumerate(rows) for each in row if each.error is not None]),
+            drafts=result.drafts,
         )
         while True:
             if self._begun and self._begun[0] in self._settled:

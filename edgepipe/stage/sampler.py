@@ -5,41 +5,49 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe.backend.drafting import NO_DRAFTS, Drafts
 from edgepipe.backend.types import PickedCandidates, StepOutput, TokenScores
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import SequenceId
 from edgepipe.sampling import (
+    SKIPPED,
     PromptLogprobs,
     Sampled,
     SampleRow,
     SequenceSampler,
     TokenLogprobs,
     sample_picked,
+    window_starts,
 )
+from edgepipe.stage.drafting import DraftWish
 from edgepipe.stage.sequences import ScoredPart
 
 logger = logging.getLogger(__name__)
 
 _LEAST_ROWS = 4  # rows that justify another thread: a row takes 0.3 ms, waking a thread 0.05 ms
+_MOST_HERE = 8  # rows of a step that a lone sampler thread would not sample sooner than the device's thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Sampled tokens of one step."""
 
-    sampled: tuple[Sampled, ...] = ()  # one per sampling row
+    sampled: tuple[tuple[Sampled, ...], ...] = ()  # results of each of the plan's sampling rows
     prompts: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
     sample_us: int = 0  # time from the first row's start to the last row's end
+    drafts: tuple[Drafts, ...] = ()  # for each of the plan's sampling rows; empty: none
+    draft_us: int = 0  # time that they took
 
 
 Sampler = Callable[[npt.NDArray[np.float32], Sequence[SampleRow]], Sequence[Sampled]]
@@ -63,19 +71,35 @@ class SamplerPool:
         self._closing = False
         self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="sampler")
 
+    def is_sooner_here(self, rows: Sequence[SampleRow]) -> bool:
+        """Return whether a thread that is there already samples the rows sooner than those that must be woken.
+
+        A grammar's next mask is computed on the sampler's threads, so its rows are sampled there, too.
+        """
+        most = _MOST_HERE if self._num_threads == 1 else _LEAST_ROWS
+        return 0 < len(rows) <= most and all(row.sampler.params.grammar is None for row in rows)
+
     def put(
         self,
         output: StepOutput,
         rows: tuple[SampleRow, ...],
+        wishes: tuple[DraftWish | None, ...],
         scored: tuple[ScoredPart, ...],
         on_result: OnResult,
         on_error: Callable[[Exception], None],
+        *,
+        here: bool = False,
     ) -> None:
-        """Sample one step. Calls ``on_result`` or ``on_error`` on a sampler thread. May be called on any thread."""
-        count = max(1, min(self._num_threads, len(rows) // _LEAST_ROWS))
-        bounds = [len(rows) * part // count for part in range(count + 1)]
+        """Sample one step; then call ``on_result`` or ``on_error``. May be called on any thread.
+
+        ``here``: on the calling thread, and not on the sampler's threads.
+        """
+        bounds = [0, len(rows)] if here else _parts(rows, most=self._num_threads)
         done = partial(self._done, rows, on_result)
-        job = _StepJob(self._sampler, output, rows, scored, count, done, on_error, self._clock)
+        job = _StepJob(self._sampler, output, rows, wishes, scored, len(bounds) - 1, done, on_error, self._clock)
+        if here:
+            job.run(0, len(rows))
+            return
         for start, end in pairwise(bounds):
             self._threads.submit(job.run, start, end)
 
@@ -88,7 +112,7 @@ class SamplerPool:
         """Report the result, then queue the computation of the grammars' next masks."""
         on_result(result)
         for row in rows:
-            if row.sampler.params.grammar is not None and not self._closing:
+            if row.sampler.params.grammar is not None and row.draft is None and not self._closing:
                 self._threads.submit(_look_ahead, row.sampler)
 
 
@@ -100,6 +124,7 @@ class _StepJob:
         sampler: Sampler,
         output: StepOutput,
         rows: tuple[SampleRow, ...],
+        wishes: tuple[DraftWish | None, ...],
         scored: tuple[ScoredPart, ...],
         num_parts: int,
         on_result: OnResult,
@@ -109,6 +134,7 @@ class _StepJob:
         self._sampler = sampler
         self._output = output
         self._rows = rows
+        self._wishes = wishes
         self._scored = scored
         self._left = num_parts
         self._on_result = on_result
@@ -151,17 +177,49 @@ class _StepJob:
 
     def _finish(self) -> None:
         assert self._started_s is not None
+        every = [each for start in sorted(self._sampled) for each in self._sampled[start]]
+        bounds = [*window_starts(self._rows), len(every)] if every else [0]
+        sampled = tuple([tuple(_until_skipped(every[start:end])) for start, end in pairwise(bounds)])
+        sampled_s = self._clock.monotonic_s()
         try:
             prompts = prompt_logprobs(self._scored, self._output.scores)
+            drafts = _draft(self._wishes, sampled)
         except Exception as exc:
             self._on_error(exc)
             return
+        late_us = sum(each.late_us for each in drafts)
         result = StepResult(
-            sampled=tuple(each for start in sorted(self._sampled) for each in self._sampled[start]),
+            sampled=sampled,
             prompts=prompts,
-            sample_us=int((self._clock.monotonic_s() - self._started_s) * 1e6),
+            sample_us=int((sampled_s - self._started_s) * 1e6),
+            drafts=drafts if any(each.ids for each in drafts) else (),
+            draft_us=max(0, int((self._clock.monotonic_s() - sampled_s) * 1e6) - late_us) if drafts else 0,
         )
         self._on_result(result)
+
+
+def _parts(rows: Sequence[SampleRow], *, most: int) -> list[int]:
+    """Return the bounds of at most ``most`` parts of the rows. A window stays in one part."""
+    count = max(1, min(most, len(rows) // _LEAST_ROWS))
+    starts = [*window_starts(rows), len(rows)]
+    bounds = [starts[bisect_left(starts, len(rows) * part // count)] for part in range(count + 1)]
+    return sorted({0, *bounds}) if rows else [0, 0]
+
+
+def _draft(wishes: Sequence[DraftWish | None], sampled: Sequence[Sequence[Sampled]]) -> tuple[Drafts, ...]:
+    """Return the drafts of each row; of a row without a wish, or whose sequence ends with an error, none."""
+    return tuple(
+        [
+            NO_DRAFTS
+            if wish is None or row[-1].error is not None
+            else wish.drafter.propose([each.token for each in row], wish.count)
+            for wish, row in zip(wishes, sampled, strict=bool(wishes))
+        ]
+    )
+
+
+def _until_skipped(sampled: Sequence[Sampled]) -> Iterable[Sampled]:
+    return takewhile(lambda each: each is not SKIPPED, sampled)
 
 
 def prompt_logprobs(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edgepipe.backend.types import BlockRun, ScoreRows, StepRow, WindowRuns
+from edgepipe.backend.types import BlockRun, ScoreRows, StepRow, TokenIds, WindowRuns
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import SequenceId
 from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.spec.memory_classes import WindowPool
+from edgepipe.stage.drafting import DraftWish, SequenceDrafter
+from edgepipe.stage.mtp_drafter import KeptPart, NextIds
 from edgepipe.wire.intake import registration_fault
 from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan
 
@@ -46,6 +48,7 @@ class SequenceState:
     registration: Registration
     sampler: SequenceSampler | None  # set if this stage has the head
     scored: bool  # whether this stage computes its prompt's log-probabilities
+    drafter: SequenceDrafter | None = None  # set if this stage drafts the sequence's tokens
     runs: Runs = ()  # block table from token 0, neighbouring runs merged
     num_blocks: int = 0
     windows: tuple[WindowState, ...] = ()  # its blocks of each windowed memory class
@@ -68,8 +71,11 @@ class PlannedRows:
     rows: tuple[StepRow, ...]
     logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the rows to sample from
     samples: tuple[SampleRow, ...] = ()  # [R]; empty if another stage has the head
+    wishes: tuple[DraftWish | None, ...] = ()  # of each of the plan's sampling rows; empty if no row has one
     scored: tuple[ScoredPart, ...] = ()
     score_rows: ScoreRows | None = None  # rows of all parts, concatenated
+    next_ids: TokenIds | None = None  # see ``Step``
+    kept: tuple[KeptPart, ...] = ()  # tokens whose output drafters take
 
 
 class SequenceTable:
@@ -82,16 +88,25 @@ class SequenceTable:
         block_size: int,
         windows: Sequence[WindowPool] = (),
         state_slots: int = 0,
+        host_places: Sequence[int] = (),
         model: ModelBounds,
         new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
+        new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None,
     ) -> None:
-        """``new_sampler``: makes a sampler from a registration and its fault; None if another stage has the head."""
+        """
+        new_sampler  makes a sampler from a registration and its fault; None if another stage has the head
+        new_drafter  makes a drafter from a registration that asks for drafts, and its sampler; None: nothing drafts
+        """
         self._model = model
         self._new_sampler = new_sampler
+        self._new_drafter = new_drafter
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._windows = windows
         self._state_slots = state_slots
+        # By ``TierMove.number``: places on the device and in host memory.
+        device_places = [num_blocks, *[pool.num_blocks for pool in windows], *([state_slots] if state_slots else [])]
+        self._move_places = list(zip(device_places, host_places, strict=False))
         self._registered: dict[SequenceId, Registration] = {}  # sequences that have not begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
@@ -125,6 +140,7 @@ class SequenceTable:
                 raise _bad(plan, f"it begins sequence {sequence} without a registration")
             self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
+        self._check_moves(plan)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")
         states = [self._advance(plan, row) for row in plan.rows]
@@ -139,7 +155,11 @@ class SequenceTable:
         fault = registration_fault(registration, self._model)
         scored = registration.sampling.prompt_logprobs and fault is None
         sampler = self._new_sampler(registration, fault)
-        return SequenceState(registration, sampler, scored, windows=self._empty_windows())
+        drafter = None
+        if registration.draft and fault is None and self._new_drafter is not None:
+            drafter = self._new_drafter(registration, sampler)
+        registration = replace(registration, prompt=registration.prompt if scored else (), generated=())
+        return SequenceState(registration, sampler, scored, drafter, windows=self._empty_windows())
 
     def _empty_windows(self) -> tuple[WindowState, ...]:
         return tuple([WindowState() for _ in self._windows])
@@ -186,6 +206,8 @@ class SequenceTable:
         end, room = row.position + row.num_tokens, state.num_blocks * self._block_size
         if row.num_tokens < 1:
             raise _bad(plan, f"sequence {row.sequence} has a row without tokens")
+        if row.sample > row.num_tokens:
+            raise _bad(plan, f"sequence {row.sequence} samples after {row.sample} of {row.num_tokens} tokens")
         if end > room:
             raise _bad(plan, f"sequence {row.sequence} would have {end} tokens", f"its blocks hold {room}")
         if state.end is not None and row.position > state.end:
@@ -215,6 +237,16 @@ class SequenceTable:
                     plan, f"it copies block {copy.source} to {copy.target}", f"there are {self._num_blocks} blocks"
                 )
 
+    def _check_moves(self, plan: StepPlan) -> None:
+        for move in plan.moves:
+            places = self._move_places[move.number] if move.number < len(self._move_places) else (0, 0)
+            if move.place >= places[0] or move.kept >= places[1]:
+                raise _bad(
+                    plan,
+                    f"it moves {move.place} of memory class {move.number} to or from host memory {move.kept}",
+                    f"{places[0]} places and {places[1]} of host memory are there",
+                )
+
 
 def _joined(runs: Runs, run: BlockRun) -> Runs:
     """Append a run and join it with the last one if they are neighbours."""
@@ -228,7 +260,8 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
     rows: list[StepRow] = []
     logit_rows: list[int] = []
     samples: list[SampleRow] = []
-    scores = _Scores()
+    wishes: list[DraftWish | None] = []
+    scores, following = _Scores(), NextIds()
     packed = 0
     for row, state in zip(plan.rows, states, strict=True):
         rows.append(
@@ -245,18 +278,27 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
         )
         if state.scored:
             scores.add(row, state.registration, packed)
+        follows = state.drafter.follows if state.drafter is not None else None
+        following.add(follows, row.position, row.num_tokens, state.runs)
         packed += row.num_tokens
         if row.sample:
-            logit_rows.append(packed - 1)
+            first = packed - row.sample
+            logit_rows.extend(range(first, packed))
             position = _output_position(plan, row, state.registration)
             if state.sampler is not None:
-                samples.append(SampleRow(state.sampler, position))
+                drafts = _drafts(plan, row, first)
+                samples += [SampleRow(state.sampler, position + at, draft) for at, draft in enumerate((*drafts, None))]
+                drafter = state.drafter
+                wishes.append(DraftWish(drafter, row.draft) if drafter is not None else None)
     return PlannedRows(
         rows=tuple(rows),
         logit_rows=logit_rows,
         samples=tuple(samples),
+        wishes=tuple(wishes) if any(wishes) else (),
         scored=tuple(scores.parts),
         score_rows=scores.finish(),
+        next_ids=following.finish(),
+        kept=tuple(following.parts),
     )
 
 
@@ -284,8 +326,18 @@ class _Scores:
         return ScoreRows(rows=rows, targets=targets, num_top=self._num_top)
 
 
+def _drafts(plan: StepPlan, row: PlanRow, first: int) -> tuple[int, ...]:
+    """Return the tokens that the row assumes behind those that it samples. ``first``: packed index of the first one."""
+    if row.sample == 1:
+        return ()
+    if len(plan.token_ids) != plan.num_tokens:
+        raise _bad(plan, f"sequence {row.sequence} samples {row.sample} tokens", "the row's tokens are missing")
+    return plan.token_ids[first + 1 : first + row.sample]
+
+
 def _output_position(plan: StepPlan, row: PlanRow, registration: Registration) -> int:
-    position = row.position + row.num_tokens - registration.prompt_tokens
+    """Return the output position of the first token that the row samples."""
+    position = row.position + row.num_tokens - row.sample + 1 - registration.prompt_tokens
     if position < 0:
         raise _bad(
             plan,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
-from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, StageSettings
+from edgepipe.backend.protocol import Backend, DraftingBackend, ExplainingBackend
+from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, SlowPath, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import (
     ConnectTimeout,
@@ -37,6 +38,8 @@ from edgepipe.spec.memory_classes import MemoryClasses, WindowPool, memory_class
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
+from edgepipe.stage.draft_child import DraftLaunch
+from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
 from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
@@ -48,6 +51,8 @@ from edgepipe.weights.resident import dtype_of, resident_sizes
 from edgepipe.weights.weight_table import table_of
 from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import OpenRing, PipelineSpec
+
+logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0  # time for handlers of streams to end after the server has cut them
 OPEN_S = 60.0  # time to allocate KV and for the next stage to do the same
@@ -63,8 +68,10 @@ class LoadedShard:
     window_block_bytes: tuple[int, ...]  # one block of each windowed memory class, in its layers of the class
     classes: MemoryClasses  # the model's memory classes
     products: tuple[PackedProducts, ...]
+    slow_paths: tuple[SlowPath, ...]
     hidden_size: int
     model: ModelBounds
+    mtp_slice: int | None = None  # slice whose backend guesses by a layer that predicts one token more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +136,9 @@ class Stage:
         )
         self._profile: DeviceProfile | None = None  # the device's profile, measured before the first load
         self._shard: LoadedShard | None = None
-        self._kv: tuple[int, ...] = ()  # allocated blocks, tokens per block, blocks of each window
+        self._draft_model: DraftProcess | None = None  # beside the head
+        # Allocated blocks, tokens per block and slots; blocks of each window; places in host memory.
+        self._kv: tuple[tuple[int, ...], ...] = ()
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
         self._kv_since: Epoch | None = None  # the KV holds all that this engine wrote since then
         self._pipeline: PipelineId | None = None
@@ -149,11 +158,15 @@ class Stage:
         open_weights: Callable[[], WeightSource],
         progress: Callable[[LoadProgress], None],
         settings: StageSettings,
+        draft: Callable[[ModelBounds], DraftLaunch] | None = None,
     ) -> LoadedShard:
         """Replace the loaded slices. Calls ``progress`` on the loop, once per tensor.
 
-        ``settings``: those of the backend. Raises StageError while a pipeline is open, and the errors of
-        ``Backend.load``.
+        settings  those of the backend
+        draft     describes the draft model for a model with these bounds; None: without one
+
+        A draft model loads in its own process, for which nothing waits. Raises StageError while a pipeline is open, and
+        the errors of ``Backend.load``.
         """
         if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
@@ -163,8 +176,18 @@ class Stage:
             loop.call_soon_threadsafe(progress, done)
 
         self._shard, self._kv = None, ()
-        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, settings))
-        return self._shard
+        await self._end_draft_model()
+        shard = self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, settings))
+        if draft is not None and any(part.head for part in slices):
+            whole = any(part.embedding for part in slices)
+            self._draft_model = DraftProcess(replace(draft(shard.model), ahead=not whole))
+            self._draft_model.start()
+        return shard
+
+    async def _end_draft_model(self) -> None:
+        ending, self._draft_model = self._draft_model, None
+        if ending is not None:
+            await asyncio.to_thread(ending.close)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the Stage service on ``server``."""
@@ -210,6 +233,7 @@ class Stage:
             self._current = None
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=CLOSE_S)
+        await self._end_draft_model()
         await self._compute.call(self._backend.close)
         await self._compute.close()
         self._tools.samplers.close()
@@ -306,7 +330,13 @@ class Stage:
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
             self._current = StageEpoch(
-                spec, self._tools, model=shard.model, kv_since=kv_since, windows=_windows(shard, spec)
+                spec,
+                self._tools,
+                model=shard.model,
+                kv_since=kv_since,
+                windows=_windows(shard, spec),
+                mtp_slice=shard.mtp_slice,
+                draft_model=self._draft_model,
             )
             self._tell_change()
         return self._current
@@ -337,6 +367,12 @@ class Stage:
             raise RemoteProtocolError(
                 "the pipeline cannot be opened: only models with recurrent layers have slots of states",
                 fact=f"it names {spec.state_slots} slots",
+            )
+        places = 1 + len(spec.window_blocks) + bool(spec.state_slots)
+        if spec.host_places and len(spec.host_places) != places:
+            raise RemoteProtocolError(
+                "the pipeline cannot be opened: it names host memory of other memory classes than the model has",
+                fact=f"it names {len(spec.host_places)}, the model has {places}",
             )
         return shard
 
@@ -372,7 +408,7 @@ class Stage:
         Returns the epoch since which the KV holds all that the engine's steps wrote. Another engine's KV stays in
         place: no step reads it, since rows write before they attend.
         """
-        needed = (spec.num_blocks, spec.block_size, spec.state_slots, *spec.window_blocks)
+        needed = ((spec.num_blocks, spec.block_size, spec.state_slots), spec.window_blocks, spec.host_places)
         writer = (spec.pipeline_id, spec.epoch.engine_id)
         if self._kv != needed:
             self._kv, self._kv_since = (), None
@@ -381,6 +417,7 @@ class Stage:
                 block_size=spec.block_size,
                 window_blocks=spec.window_blocks,
                 state_slots=spec.state_slots,
+                host_places=spec.host_places,
             )
             self._kv = needed
         if self._kv_since is None or self._kv_writer != writer:
@@ -408,6 +445,7 @@ class Stage:
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
         sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
         classes = memory_classes(config)
+        drafts = config.has_mtp and isinstance(self._backend, DraftingBackend)
         return LoadedShard(
             slices=slices,
             weight_bytes=sum(sizes.of_slice(part) for part in slices),
@@ -418,9 +456,20 @@ class Stage:
             ),
             classes=classes,
             products=tuple(self._backend.packed_products()),
+            slow_paths=self._slow_paths(settings.block_size),
             hidden_size=config.hidden_size,
             model=ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length),
+            mtp_slice=next((part.index for part in slices if part.head), None) if drafts else None,
         )
+
+    def _slow_paths(self, block_size: int) -> tuple[SlowPath, ...]:
+        """Return what makes steps slow, and log it."""
+        if not isinstance(self._backend, ExplainingBackend):
+            return ()
+        found = tuple(self._backend.slow_paths(block_size))
+        for path in found:
+            logger.warning("%s: %s (%s)", path.what, path.reason, path.cost)
+        return found
 
 
 def _windows(shard: LoadedShard, spec: PipelineSpec) -> tuple[WindowPool, ...]:

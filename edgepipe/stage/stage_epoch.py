@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -12,22 +13,28 @@ from typing import Protocol
 import numpy as np
 
 from edgepipe.backend.cost import work_of
-from edgepipe.backend.types import Step, StepOutput
+from edgepipe.backend.protocol import DraftingBackend
+from edgepipe.backend.types import DraftRow, DraftStep, Step, StepOutput, TierMove, TokenIds
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import ATTEMPT_S
-from edgepipe.link.protocol import OnSample, Outgoing, RingTarget, StepBytes
+from edgepipe.link.protocol import OnSample, OnStep, Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.plain_words import plain
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.sampling.lookup import LookupDrafter
 from edgepipe.spec.facts import Slice
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.draft_process import Guesser
+from edgepipe.stage.drafting import LookupFirst, ModelDrafter, SequenceDrafter
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
+from edgepipe.stage.home import Home, HomeFeed, WayHome
 from edgepipe.stage.lane import Lane
+from edgepipe.stage.mtp_drafter import MtpDrafter, share_out
 from edgepipe.stage.reports import Reports
 from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import SamplerPool, StepResult
@@ -36,7 +43,16 @@ from edgepipe.stage.service import Commands
 from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import OpenRing, PipelineSpec, Registration, Registrations, StepPlan
+from edgepipe.wire.plans import (
+    HomeTokens,
+    LinkSample,
+    OpenRing,
+    PipelineSpec,
+    Registration,
+    Registrations,
+    StepDone,
+    StepPlan,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +118,20 @@ class StageEpoch:
         model: ModelBounds,
         kv_since: Epoch,
         windows: Sequence[WindowPool] = (),
+        mtp_slice: int | None = None,
+        draft_model: Guesser | None = None,
     ) -> None:
-        """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
+        """
+        kv_since     the epoch since which the KV holds all that this engine's steps wrote
+        mtp_slice    slice with a layer that predicts one token more; None: no slice here has one
+        draft_model  a second model that drafts; None: without one
+        """
         self.spec = spec
         self._model = model
         self._windows = windows
         self._kv_since = kv_since
+        self._mtp_slice = mtp_slice
+        self._draft_model = draft_model
         self.over = False
         self._paused = False
         self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
@@ -119,18 +143,30 @@ class StageEpoch:
             block_size=spec.block_size,
             windows=windows,
             state_slots=spec.state_slots,
+            host_places=spec.host_places,
             model=model,
             new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
+            new_drafter=self._new_drafter,
         )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
         self._last_step = StepId(0)
+        self._moves: tuple[TierMove, ...] = ()  # of plans that ended before this stage, for its next step
         self._in_compute = 0  # steps in the compute thread
         self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more waits in its queue
         self._lanes = {part.index: self._make_lane(part) for part in sorted(spec.slices, key=lambda part: part.index)}
+        embeds, samples = 0 in self._lanes, spec.num_slices - 1 in self._lanes
+        most = 2 * spec.max_in_flight  # steps in flight, and those that are planned ahead
+        self._home = Home(tools.compute.put, clock=tools.clock, kept=2 * most) if embeds else None
+        self._feed = self._make_feed(self._home) if self._home is not None and not samples else None
+        self._way_home: WayHome | None = None
+        if samples and not embeds and spec.next_address:
+            self._way_home = WayHome(tools.dial(self._target(0), on_sample=_not_measured))
 
     def receiver(self, slice_index: int) -> RingReceiver | None:
-        """Return the receiver of a slice's activations; None if no other stage feeds the slice."""
+        """Return the receiver of a slice's inputs; None if no other stage feeds the slice."""
+        if slice_index == 0:
+            return self._feed.receiver if self._feed is not None else None
         lane = self._lanes.get(slice_index)
         return lane.receiver if lane is not None else None
 
@@ -154,11 +190,15 @@ class StageEpoch:
     def pause(self) -> None:
         """Start no further step until ``resume``. The next epoch starts unpaused."""
         self._paused = True
+        if self._home is not None:
+            self._home.pause()
 
     def resume(self) -> None:
         """Start steps again."""
         self._paused = False
         if not self.over:
+            if self._home is not None:
+                self._home.resume()
             self._pump()
 
     def fault(
@@ -193,6 +233,10 @@ class StageEpoch:
         """Drop all steps that are not computed yet. Another epoch may use the KV after the steps in the thread."""
         self.over = True
         self._crash.cancel()
+        if self._home is not None:
+            self._home.close()
+        if self._feed is not None:
+            self._feed.close()
         for lane in self._lanes.values():
             lane.close()
         self._reports.close()
@@ -202,11 +246,26 @@ class StageEpoch:
         assert work.span is not None, "the step was computed"
         span = work.span
         self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
-        if work.samples or work.scored:
-            self._tools.samplers.put(
-                output, work.samples, work.scored, partial(self._on_result, work), partial(self.broken, work)
-            )
-        self._loop.call_soon_threadsafe(self._after_compute, work, output)
+        share_out(work.kept, output)
+        compute, samplers = self._tools.compute, self._tools.samplers
+        if not work.samples and not work.scored:
+            self._loop.call_soon_threadsafe(self._after_compute, work, output)
+            return
+        # A model takes its time to draft, and a layer of this one needs the compute thread.
+        models = (compute.backend.draft_model, self._draft_model)
+        drafting = work.wants_drafts and (bool(work.kept) or any(model is not None for model in models))
+        here = samplers.is_sooner_here(work.samples) and not work.scored and not drafting and not compute.has_waiting
+        samplers.put(
+            output,
+            work.samples,
+            work.wishes,
+            work.scored,
+            partial(self._on_result, work, output, here),
+            partial(self.broken, work),
+            here=here,
+        )
+        if not here:
+            compute.later(lambda: self._loop.call_soon_threadsafe(self._after_compute, work, output))
 
     def broken(self, work: StageStep, error: Exception) -> None:
         """See ``WorkOwner.broken``; runs on the compute thread or a sampler thread."""
@@ -215,7 +274,7 @@ class StageEpoch:
 
     def _crashed(self, crash: _Crash) -> None:
         """Start no further step; ``_tell_crash`` tests the device, then ends the epoch."""
-        self._paused = True
+        self.pause()
         if not self.over and not self._crash.done():
             self._crash.set_result(crash)
 
@@ -236,11 +295,14 @@ class StageEpoch:
         return False
 
     def _new_sampler(self, registration: Registration, fault: EdgepipeError | None) -> SequenceSampler:
-        grammar = registration.sampling.grammar
+        grammar, grammars = registration.sampling.grammar, self._tools.grammars
         pending = PendingGrammar()
         if grammar is not None and fault is None:
-            prepared = self._tools.grammars.prepare(grammar, registration.generated, pending)
-            self._tasks.create_task(prepared, name=f"grammar:{registration.sequence}")
+            if (settled := grammars.settled(grammar, registration.generated)) is not None:
+                pending = settled
+            else:
+                prepared = grammars.prepare(grammar, registration.generated, pending)
+                self._tasks.create_task(prepared, name=f"grammar:{registration.sequence}")
         return SequenceSampler(
             registration.sampling,
             choice=registration.choice,
@@ -250,6 +312,32 @@ class StageEpoch:
             start_grammar=pending.state,
             fault=fault,
         )
+
+    def _new_drafter(self, registration: Registration, sampler: SequenceSampler) -> SequenceDrafter:
+        tokens = array("i", registration.prompt)  # a tenth of a tuple's memory
+        tokens.extend(registration.generated)
+        if registration.draft == "mtp" and self._mtp_slice is not None:
+            run = partial(self._guess, self._mtp_slice)
+            own = MtpDrafter(registration.sequence, tokens, run, block_size=self.spec.block_size)
+            return SequenceDrafter(lambda: LookupFirst(tokens, own), sampler, follows=own)
+        if registration.draft == "model" and (guesser := self._draft_model) is not None:
+            return SequenceDrafter(lambda: LookupFirst(tokens, ModelDrafter(tokens, guesser)), sampler)
+        model = self._tools.compute.backend.draft_model if registration.draft == "auto" else None
+        make = model.drafter if model is not None else LookupDrafter
+        return SequenceDrafter(partial(make, tokens), sampler)
+
+    def _guess(self, slice_index: int, row: Callable[[], DraftRow]) -> TokenIds:
+        """See ``RunDraft``; runs on a sampler thread."""
+        backend = self._tools.compute.backend
+        assert isinstance(backend, DraftingBackend)
+
+        def run() -> TokenIds:
+            if self.over:  # another epoch may use the blocks by now
+                return np.zeros(0, np.int32)
+            (found,) = backend.draft(DraftStep(slice_index=slice_index, rows=(row(),)))
+            return found
+
+        return self._tools.compute.wait_for(run)
 
     def _make_lane(self, part: Slice) -> Lane:
         spec = self.spec
@@ -263,16 +351,28 @@ class StageEpoch:
         )
         local = {other.index for other in spec.slices}
         if not part.embedding and part.index - 1 not in local:
-            lane.receiver = RingReceiver(
-                epoch=spec.epoch,
-                window=_window(spec),
-                clock=self._tools.clock,
-                on_step=partial(self._arrived, lane),
-                on_held=lane.held,
-            )
+            lane.receiver = self._make_receiver(partial(self._arrived, lane), on_held=lane.held)
         if part.index + 1 < spec.num_slices and part.index + 1 not in local:
             lane.sender = self._tools.dial(self._target(part.index + 1), on_sample=self._reports.link)
         return lane
+
+    def _make_feed(self, home: Home) -> HomeFeed:
+        return HomeFeed(
+            home,
+            self._lanes[0],
+            make_receiver=self._make_receiver,
+            vocab_size=self._model.vocab_size,
+            on_tokens=self._tokens_came,
+        )
+
+    def _make_receiver(self, on_step: OnStep, *, on_held: Callable[[], None] = lambda: None) -> RingReceiver:
+        return RingReceiver(
+            epoch=self.spec.epoch,
+            window=_window(self.spec),
+            clock=self._tools.clock,
+            on_step=on_step,
+            on_held=on_held,
+        )
 
     def _target(self, slice_index: int) -> RingTarget:
         spec = self.spec
@@ -297,11 +397,15 @@ class StageEpoch:
         await self._reports.write_to(replies)
         raise _Over
 
-    async def _keep(self, sender: Outgoing) -> None:
+    async def _keep(self, sender: Outgoing | WayHome) -> None:
         try:
             await sender.run()
         except EdgepipeError as exc:
             self.fault(exc, next_unreached=isinstance(exc, LinkError) and exc.retry is Retry.SAFE)
+
+    async def _announce_home(self, way: WayHome) -> None:
+        await way.opened()
+        self._reports.home_opened(self.spec.epoch)
 
     async def _announce(self, senders: list[Outgoing]) -> None:
         for sender in senders:
@@ -349,6 +453,7 @@ class StageEpoch:
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
         last = self._lanes.get(plan.last_slice)
         self._check(plan, rows, last)
+        self._plan_home(plan)
         if last is not None:
             self._retirement.due(plan.step)
         if not plan.rows:
@@ -356,11 +461,37 @@ class StageEpoch:
                 self._retire(plan.step, StepResult())
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
+        self._moves += plan.moves
         for lane in lanes:
-            work = self._prepare(plan, rows, lane, with_copies=lane is lanes[0])
+            work = self._prepare(plan, rows, lane, first=lane is lanes[0])
             if lane.part.embedding:
-                lane.arrive(plan.step, np.array(plan.token_ids, np.int32), bulk=work.bulk)
+                self._give_tokens(lane, plan)
             lane.plan(work)
+        if lanes:
+            self._moves = ()
+
+    def _give_tokens(self, lane: Lane, plan: StepPlan) -> None:
+        """Give the slice that embeds its tokens. ``Home`` holds a step for those that this stage samples itself."""
+        if plan.is_bulk or self._feed is None:
+            lane.arrive(plan.step, np.array(plan.token_ids, np.int32), bulk=plan.is_bulk)
+        else:
+            self._feed.give(plan)
+
+    def _plan_home(self, plan: StepPlan) -> None:
+        """Note where the tokens that a step samples go, besides the engine."""
+        if self._home is not None:
+            self._home.planned(plan)
+        if self._feed is not None:
+            self._feed.planned(plan)
+        if (way := self._way_home) is not None:
+            way.planned(plan)
+            if plan.step == 1:  # the engine plans once all stages are open and know the stage before them
+                self._tasks.create_task(self._keep(way), name="stage-home")
+                self._tasks.create_task(self._announce_home(way), name="stage-home-opened")
+
+    def _tokens_came(self, tokens: HomeTokens) -> None:
+        self._pump()
+        self._reports.home(tokens)
 
     def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
         problem = ""
@@ -368,16 +499,20 @@ class StageEpoch:
             problem = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
         elif last is not None and rows.logit_rows and not last.part.head:
             problem = f"it samples at slice {plan.last_slice}, which has no head"
-        elif plan.rows and 0 in self._lanes and len(plan.token_ids) != plan.num_tokens:
+        elif plan.after is not None and (plan.after >= plan.step or plan.is_bulk):
+            problem = f"it has {plan.num_tokens} tokens in {len(plan.rows)} rows and follows step {plan.after}"
+        elif plan.rows and 0 in self._lanes and len(plan.token_ids) != (0 if plan.after else plan.num_tokens):
             problem = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
+        elif plan.home and (plan.last_slice + 1 < self.spec.num_slices or not rows.logit_rows):
+            problem = "it sends tokens home and samples none"
         elif (highest := max(plan.token_ids, default=0)) >= self._model.vocab_size:
             problem = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
-        elif plan.copies and not plan.rows:
+        elif (plan.copies or plan.moves) and not plan.rows:
             problem = "it copies blocks and has no rows"
         if problem:
             raise RemoteProtocolError(f"the plan of step {plan.step} is invalid: {problem}")
 
-    def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, with_copies: bool) -> StageStep:
+    def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, first: bool) -> StageStep:
         started_s = self._tools.clock.monotonic_s()
         retires = lane.part.index == plan.last_slice
         step = Step(
@@ -385,8 +520,10 @@ class StageEpoch:
             slice_index=lane.part.index,
             rows=rows.rows,
             logit_rows=packed_indices(rows.logit_rows),
-            copies=plan.copies if with_copies else (),
+            copies=plan.copies if first else (),
+            moves=self._moves if first else (),
             scores=rows.score_rows if retires else None,
+            next_ids=rows.next_ids if lane.part.head else None,
         )
         prepared = self._tools.compute.backend.prepare(step)
         ready_s = self._tools.clock.monotonic_s()
@@ -397,15 +534,19 @@ class StageEpoch:
             slice_index=lane.part.index,
             bulk=plan.is_bulk,
             num_tokens=plan.num_tokens,
-            num_rows=len(plan.rows),
+            num_rows=plan.num_singles,
             demand=work_of(step),
             prepared=prepared,
             prepare_us=int((ready_s - started_s) * 1e6),
             ready_s=ready_s,
             retires=retires,
             samples=rows.samples if retires else (),
+            wishes=rows.wishes if retires else (),
+            kept=rows.kept if retires else (),
             scored=rows.scored if retires else (),
-            uses=StepUses(rows.rows, plan.copies, block_size=self.spec.block_size, windows=self._windows),
+            uses=StepUses(rows.rows, plan.copies, self._moves, block_size=self.spec.block_size, windows=self._windows),
+            sequences=tuple([row.sequence for row in plan.rows]),
+            after=plan.after,
         )
 
     def _arrived(self, lane: Lane, step: StepId, data: StepBytes, bulk: bool) -> None:
@@ -418,19 +559,32 @@ class StageEpoch:
             self._in_compute += 1
             if work.retires:
                 self._retirement.begin(work.step)
-            self._tools.compute.put(work)
+            if self._home is not None and self._feed is None and work.after is not None and work.slice_index == 0:
+                self._home.hold(work)
+            else:
+                self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StageStep]:
         for lane in () if self._paused else self._lanes.values():
-            while self._in_compute < self._max_in_compute and (work := lane.next_ready()) is not None:
+            while self._has_room(lane) and (work := lane.next_ready()) is not None:
                 yield work
 
-    def _after_compute(self, work: StageStep, output: StepOutput) -> None:
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether a step of the lane may be passed on. None passes a step that waits for its tokens."""
+        if lane.part.embedding and self._home is not None and self._home.holds:
+            return False
+        return self._in_compute < self._max_in_compute
+
+    def _after_compute(self, work: StageStep, output: StepOutput, result: StepResult | None = None) -> None:
+        """Go on after a step. ``result``: its tokens, if the compute thread has sampled them itself."""
         if self.over:
             return
         self._in_compute -= 1
         try:
-            self._pass_on(work, output)
+            if result is not None:
+                self._retire(work.step, result, work)
+            else:
+                self._pass_on(work, output)
             self._pump()
         except Exception as exc:
             self.fault(_as_fault(exc, f"step {work.step} could not be passed on"))
@@ -449,26 +603,51 @@ class StageEpoch:
             return
         lane.sender.send(work.step, output.activations, bulk=work.bulk)
         self._tools.counters.sent += 1
-        self._reports.timing(work.timing(sent=lane.sender.stats))
+        self._loop.call_soon(self._report_sent, work, lane.sender)  # the next stage waits, so the write starts first
 
-    def _on_result(self, work: StageStep, result: StepResult) -> None:
-        """Take a step's sampled tokens; runs on a sampler thread."""
-        self._loop.call_soon_threadsafe(self._sampled, work, result)
+    def _report_sent(self, work: StageStep, sender: Outgoing) -> None:
+        if not self.over:
+            self._reports.timing(work.timing(sent=sender.stats))
+
+    def _on_result(self, work: StageStep, output: StepOutput, here: bool, result: StepResult) -> None:
+        """Take a step's sampled tokens, on the thread that sampled them. The device's next step comes first.
+
+        ``here``: that is the compute thread. The loop then wakes once for the step and its tokens.
+        """
+        if self._home is not None:
+            self._home.give(work.step, [row[-1].token for row in result.sampled])
+        wake = self._loop.call_soon_threadsafe
+        if here:
+            self._tools.compute.later(lambda: wake(self._after_compute, work, output, result))
+        else:
+            wake(self._sampled, work, result)
 
     def _sampled(self, work: StageStep, result: StepResult) -> None:
         if not self.over:
             self._retire(work.step, result, work)
 
     def _retire(self, step: StepId, result: StepResult, work: StageStep | None = None) -> None:
-        timings = (work.timing(sample_us=result.sample_us),) if work is not None else ()
+        timings = (work.timing(sample_us=result.sample_us, draft_us=result.draft_us),) if work is not None else ()
         for done in self._retirement.settle(step, result, timings):
-            self._reports.done(done)
             self._tools.counters.sent += 1
+            if self._way_home is not None:
+                self._way_home.send(done)
+                self._loop.call_soon(self._report_done, done)  # the first stage waits, so its tokens start first
+            else:
+                self._reports.done(done)
+
+    def _report_done(self, done: StepDone) -> None:
+        if not self.over:
+            self._reports.done(done)
 
 
 def _window(spec: PipelineSpec) -> int:
     """Return the credit window in steps. Its minimum avoids one credit message per step when few are in flight."""
     return max(spec.max_in_flight, _LEAST_WINDOW)
+
+
+def _not_measured(sample: LinkSample) -> None:
+    """Ignore the times of tokens on the way home: the engine measures the ring's latency."""
 
 
 def _as_fault(error: Exception, summary: str) -> EdgepipeError:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
-from edgepipe.backend.types import BlockCopy, BlockRun, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, StepRow, TierMove
 from edgepipe.spec.memory_classes import WindowPool
 
 _CLASS_PLACES = 1 << 40  # more blocks than a pool has: each memory class has a range of places of its own
@@ -47,6 +47,7 @@ class StepUses:
         self,
         rows: Sequence[StepRow],
         copies: Sequence[BlockCopy],
+        moves: Sequence[TierMove] = (),
         *,
         block_size: int,
         windows: Sequence[WindowPool] = (),
@@ -54,6 +55,7 @@ class StepUses:
         """``windows``: the windowed memory classes, in the order of the rows' tables."""
         self._rows = rows
         self._copies = copies
+        self._moves = moves
         self._block_size = block_size
         self._windows = windows
 
@@ -78,6 +80,8 @@ class StepUses:
     def _writes(self) -> Iterator[tuple[int, int]]:
         for copy in self._copies:
             yield copy.target, copy.target + 1
+        for move in self._moves:
+            yield self._host_place(move) if move.out else self._device_place(move)
         for row in self._rows:
             first, last = row.position // self._block_size, (row.position + row.num_tokens - 1) // self._block_size
             yield from _part(row.runs, 0, first, last)
@@ -89,6 +93,8 @@ class StepUses:
     def _reads(self) -> Iterator[tuple[int, int]]:
         for copy in self._copies:
             yield copy.source, copy.source + 1
+        for move in self._moves:
+            yield self._device_place(move) if move.out else self._host_place(move)
         for row in self._rows:
             last = (row.position + row.num_tokens - 1) // self._block_size
             yield from _part(row.runs, 0, 0, last)
@@ -100,6 +106,15 @@ class StepUses:
 
     def _slot(self, slot: int) -> tuple[int, int]:
         start = (1 + len(self._windows)) * _CLASS_PLACES + slot
+        return start, start + 1
+
+    @staticmethod
+    def _device_place(move: TierMove) -> tuple[int, int]:
+        start = move.number * _CLASS_PLACES + move.place
+        return start, start + 1
+
+    def _host_place(self, move: TierMove) -> tuple[int, int]:
+        start = (2 + len(self._windows) + move.number) * _CLASS_PLACES + move.kept
         return start, start + 1
 
 

@@ -7,10 +7,12 @@ from typing import Protocol
 from edgepipe.backend import cost
 from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
-from edgepipe.ids import StepId
+from edgepipe.ids import SequenceId, StepId
 from edgepipe.link.protocol import SendStats
 from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import StepSpan
+from edgepipe.stage.drafting import DraftWish
+from edgepipe.stage.mtp_drafter import KeptPart
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.stage.step_order import StepUses
 from edgepipe.wire.plans import StepTiming
@@ -40,9 +42,11 @@ class StageStep:
         "_epoch",
         "_inputs",
         "_owner",
+        "after",
         "bulk",
         "demand",
         "expert_share",
+        "kept",
         "num_rows",
         "num_tokens",
         "prepare_us",
@@ -51,10 +55,12 @@ class StageStep:
         "retires",
         "samples",
         "scored",
+        "sequences",
         "slice_index",
         "span",
         "step",
         "uses",
+        "wishes",
     )
 
     def __init__(
@@ -73,8 +79,12 @@ class StageStep:
         ready_s: float,
         retires: bool,
         samples: tuple[SampleRow, ...],
+        wishes: tuple[DraftWish | None, ...],
+        kept: tuple[KeptPart, ...],
         scored: tuple[ScoredPart, ...],
         uses: StepUses,
+        sequences: tuple[SequenceId, ...] = (),
+        after: StepId | None = None,
     ) -> None:
         self._epoch = epoch  # the epoch's counter
         self.step = step
@@ -88,8 +98,12 @@ class StageStep:
         self.ready_s = ready_s  # monotonic: plan and inputs are ready since then
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
+        self.wishes = wishes  # drafts to make for each sampling row; empty: none
+        self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage
+        self.sequences = sequences  # of its rows
+        self.after = after  # the step whose sampled tokens its rows begin with; None: it was not planned ahead
         self.span: StepSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
@@ -111,6 +125,11 @@ class StageStep:
         assert inputs is not None, "a step is computed once, after its inputs have arrived"
         return inputs
 
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether a row's sequence can use drafts next."""
+        return any(wish is not None and wish.count > 0 for wish in self.wishes)
+
     def edits(self) -> LogitEdits | None:
         """See ``Work.edits``."""
         return logit_edits(self.samples) if self.samples else None
@@ -128,7 +147,7 @@ class StageStep:
         """See ``Work.failed``."""
         self._owner.broken(self, error)
 
-    def timing(self, *, sample_us: int = 0, sent: SendStats | None = None) -> StepTiming:
+    def timing(self, *, sample_us: int = 0, draft_us: int = 0, sent: SendStats | None = None) -> StepTiming:
         """Return the timing of the computed step. ``sent``: of the link to the next stage, if another one follows."""
         assert self.span is not None, "not computed yet"
         return StepTiming(
@@ -146,4 +165,5 @@ class StageStep:
             upload_bytes=sent.upload_bytes if sent is not None else 0,
             queued_us=max(0, int((self.span.begun_s - self.ready_s) * 1e6)),
             expert_share=self.expert_share,
+            draft_us=draft_us,
         )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.files.disk import check_room, disk_errors
 from edgepipe.files.progress import OnProgress, ProgressCounter
-from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, whole_slice
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.layout import EMBEDDING, HEAD, is_expert, model_tensors, shares, stored_names
 from edgepipe.spec.names import folder_name
@@ -59,11 +59,6 @@ class PackedCopy:
     unpacked: tuple[TensorInfo, ...] = ()  # matrices that stay as stored, since blocks do not divide their rows
 
 
-def whole_slice(config: ModelConfig) -> Slice:
-    """Return the slice of the whole model."""
-    return Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
-
-
 def copy_id(model_id: str, target: str) -> str:
     """Return the name of a copy: ``org/name-q4``."""
     return f"{model_id.partition(':')[0]}-{target}"
@@ -83,7 +78,7 @@ def quantise_model(
     weights = _float_weights(original)
     new_id = copy_id(original.id, target)
     folder = store.root / folder_name(new_id)
-    tensors = list(weights.tensors(whole_slice(weights.config)))
+    tensors = list(weights.tensors(whole_slice(weights.config)))  # with the layer that predicts one token more
     planned, unpacked = _planned(weights.config, tensors, target)
     if folder.exists():
         return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True, unpacked=unpacked)
@@ -113,21 +108,22 @@ def quantise_model(
 
 
 def _float_weights(model: StoredModel) -> Weights:
-    """Open a model. Raises ConfigInvalid if no packed copy of it can be made."""
+    """Open a model, with all its layers. Raises ConfigInvalid if no packed copy of it can be made."""
     if model.card.emulated:
         raise ConfigInvalid(
             f"'{model.id}' cannot be quantised",
             fact="it has a shape but no weights",
             next_step="name a model with weights: edgepipe models list",
         )
-    part = whole_slice(model.config)
+    weights = model.open_weights()
+    part = whole_slice(weights.config.with_mtp())
     if missing := model.missing((part,)):
         raise ConfigInvalid(
             f"'{model.id}' cannot be quantised",
             fact=f"{len(missing)} of its tensors are not on this machine",
             next_step=f"fetch it whole: edgepipe models pull {model.id}",
         )
-    weights = model.open_weights()
+    weights = weights.holding((part,))
     packed = sorted({info.scheme for info in weights.weights(part) if info.form is not None})
     if packed:
         raise ConfigInvalid(

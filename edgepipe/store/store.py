@@ -20,7 +20,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid, ModelUnknown
 from edgepipe.files.file_bytes import read_at
 from edgepipe.files.progress import OnProgress
-from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.layout import slice_tensors
 from edgepipe.spec.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.store.adoption import ADOPTED_FOR_FILE, Adoption, is_model_folder
@@ -137,7 +137,9 @@ class StoredModel:
     @cached_property
     def weight_table(self) -> WeightTable:
         """The forms of all its weights, also of those that are not on this disk. Raises ModelInvalid."""
-        return read_table(self.open_weights())
+        weights = self.open_weights()
+        layers = LayerRange(0, weights.config.with_mtp().num_layers)
+        return read_table(weights.holding([Slice(index=0, layers=layers, embedding=True, head=True)]))
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer. Raises ModelInvalid if the model has none."""
@@ -327,6 +329,7 @@ class ModelStore:
 
 def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
     """Return the tensors that several slices need, each once."""
+    config = config.holding(slices)
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
 
 

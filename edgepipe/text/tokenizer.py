@@ -125,6 +125,14 @@ class Tokenizer:
         """Return the largest id in the vocabulary, including added tokens."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def tokens(self) -> Mapping[int, str]:
+        """Return the text of each id as the vocabulary has it, including added tokens."""
+        return {token: text for text, token in self._library.get_vocab(with_added_tokens=True).items()}
+
+    def added_ids(self) -> Collection[int]:
+        """Return the ids of special and other added tokens."""
+        return self._library.get_added_tokens_decoder().keys()
+
     def save(self, path: Path) -> None:
         """Write ``tokenizer.json``."""
         path.write_text(self._library.to_str(), encoding="utf-8")

@@ -56,6 +56,10 @@ _PART = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 _WITHOUT_SUFFIX = ("ssm_a", "ssm_d")
 _OF_EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # early files name the matrices of one expert so
@@ -67,7 +71,7 @@ _BARE = {  # these have no suffix here
     "layer_output_scale.weight": "layer_scalar",
 }
 _LAYER = re.compile(  # experts have a number; states' decays have no suffix
-    r"blk\.(\d{1,5})\.((?:shortconv\.)?[a-z_12]{1,40})(?:\.(\d{1,4}))?(?:\.(weight|bias|scale))?"
+    r"blk\.(\d{1,5})\.((?:shortconv\.|nextn\.)?[a-z_12]{1,40})(?:\.(\d{1,4}))?(?:\.(weight|bias|scale))?"
 )
 _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 

@@ -15,7 +15,7 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
-from edgepipe.spec.layout import EMBEDDING, HEAD, is_exact, is_expert, model_tensors, slice_weights
+from edgepipe.spec.layout import EMBEDDING, HEAD, is_exact, is_expert, layer_tensors, model_tensors, slice_weights
 from edgepipe.spec.names import plain_type
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe.spec.tensors import WeightInfo
@@ -115,7 +115,12 @@ def named_model(name: str) -> tuple[ModelConfig, WeightTable]:
 def mix_table(config: ModelConfig, mix: str) -> WeightTable:
     """Return the forms of a whole model in a mix. Raises ModelUnknown for an unknown mix."""
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
-    return table_of(mix_weights(config, mix, whole))
+    found = mix_weights(config, mix, whole)
+    if config.mtp is not None:
+        drafting = config.with_mtp()
+        shapes = layer_tensors(drafting, config.num_layers)
+        found += [_info(drafting, mix, name, shape) for name, shape in shapes.items()]
+    return table_of(found)
 
 
 def mix_weights(config: ModelConfig, mix: str, part: Slice) -> list[WeightInfo]:

@@ -15,7 +15,7 @@ from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import is_exact, is_expert, is_of_heads, is_router, is_shared_expert, spec_tensors
 from edgepipe.spec.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
-from edgepipe.weights.weight_table import WeightTable
+from edgepipe.weights.weight_table import DraftModelNeed, WeightTable
 
 WIDE = ""
 """The kind of a backend that widens every weight to its compute dtype."""
@@ -30,6 +30,8 @@ _CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.cuda.packed_tiles
 _MLX_BITS = (4, 5, 6, 8)  # kept as they are in groups of 32 and more; others are requantised to 8
 _MLX_GROUPS = (128, 64, 32)  # sizes of groups that MLX's kernels know
 _MLX_NATIVE = (MXFP4_FORM, MXFP8_FORM, NVFP4_FORM)
+_PROCESS_BYTES = {"torch-cpu": 300 << 20, "torch-cuda": 600 << 20, "mlx": 300 << 20}
+"""Memory of a second process on the device beside weights and KV: the library, or a CUDA context with its kernels."""
 
 
 def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
@@ -148,12 +150,18 @@ class ResidentSizes:
     head: int  # its table, also if it is the embedding
     norm: int  # the final one
     tied: bool  # the head is the embedding
+    drafts: bool  # the last layer predicts one token more, for which the slice with the head embeds, too
+    draft_model: int = 0  # a draft model beside the head: its weights, its KV and its process
 
     def of_tables(self, part: Slice) -> int:
-        """Return the bytes of a slice beside its layers. A tied head counts in the slice that uses it."""
-        total = self.embedding if part.embedding else 0
+        """Return the bytes of a slice beside its layers. A tied head counts in the slice that uses it.
+
+        A draft model counts in the slice with the head.
+        """
+        embeds = part.embedding or (part.head and self.drafts)
+        total = self.embedding if embeds else 0
         if part.head:
-            total += self.norm + (0 if part.embedding and self.tied else self.head)
+            total += self.norm + (0 if embeds and self.tied else self.head) + self.draft_model
         return total
 
     @property
@@ -205,7 +213,17 @@ def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtyp
         head=embedding if config.tied_embeddings else head,
         norm=config.hidden_size * float_bytes(dtype),
         tied=config.tied_embeddings,
+        drafts=config.has_mtp,
+        draft_model=_draft_model_bytes(weights.draft, kind=kind, dtype=dtype) if weights.draft is not None else 0,
     )
+
+
+def _draft_model_bytes(need: DraftModelNeed, *, kind: str, dtype: str) -> int:
+    """Return the bytes of a draft model's process on the device: all layers with the whole context, and its library."""
+    own = split_kind(kind)[0]  # none of its experts go to host memory
+    sizes = resident_sizes(need.config, need.weights, kind=own, dtype=dtype)
+    kv = need.config.kv_bytes_per_token(form=dtype) * need.kv_tokens
+    return sizes.matrices + sizes.norm + kv + _PROCESS_BYTES.get(own, 0)
 
 
 def expert_bytes(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import LayerSpec
-from edgepipe.spec.layout import K_B
+from edgepipe.spec.layout import K_B, mtp_fault, stores_mtp
 from edgepipe.spec.naming import NAMINGS, PLAIN
 from edgepipe.spec.tensors import TensorInfo
+
+logger = logging.getLogger(__name__)
 
 _FIRST_LAYER = "model.layers.0."
 
@@ -31,7 +34,18 @@ def settled_latent(config: ModelConfig, stored: Iterable[str]) -> ModelConfig:
             return spec
         return replace(spec, attention=replace(spec.attention, latent=replace(spec.attention.latent, joined=False)))
 
-    return replace(config, layers=tuple(map(split, config.layers)))
+    mtp = None if config.mtp is None else split(config.mtp)
+    return replace(config, layers=tuple(map(split, config.layers)), mtp=mtp)
+
+
+def settled_mtp(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> ModelConfig:
+    """Return the config without ``mtp`` if the files do not hold that layer whole. Logs what is wrong with it."""
+    fault = mtp_fault(config, infos)
+    if fault and stores_mtp(config, infos):
+        logger.warning(
+            "the layer that predicts one token more cannot be used (%s). The model is read without it", fault
+        )
+    return replace(config, mtp=None) if fault else config
 
 
 def settled_head(config: ModelConfig, stored: Collection[str]) -> ModelConfig:

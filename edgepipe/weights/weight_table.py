@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar, cast
 
@@ -13,6 +13,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.files.fields import Fields
 from edgepipe.files.strict_json import parse_json_object
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import EMBEDDING, HEAD, is_expert, spec_tensors
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe.spec.shape_limits import MAX_INTERMEDIATE, MAX_LAYERS
@@ -32,6 +33,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelNeed:
+    """A draft model that takes memory beside another model's head."""
+
+    config: ModelConfig
+    weights: WeightTable
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTable:
     """Forms of all weights of a model. Layers of equal forms share a class."""
 
@@ -40,6 +50,7 @@ class WeightTable:
     embedding: PackedForm | None = None
     head: PackedForm | None = None  # form of a head that is not the embedding
     float32_experts: tuple[int, ...] = ()  # classes with experts that, as floats, need 32 bits
+    draft: DraftModelNeed | None = None  # a draft model on the device with the head; ``to_json`` leaves it out
 
     @property
     def packed(self) -> bool:
@@ -62,7 +73,7 @@ class WeightTable:
 
     def to_json(self) -> str:
         """Return a compact text for other processes; empty if all weights are floats and no expert needs 32 bits."""
-        if self == FLOATS:
+        if replace(self, draft=None) == FLOATS:
             return ""
         forms = list(dict.fromkeys(self._forms()))
         value: dict[str, Any] = {
@@ -152,15 +163,16 @@ def table_from_json(text: str, config: ModelConfig) -> WeightTable:
         raise fields.fail("forms", f"it has {len(forms)} entries, at most {_MAX_FORMS} are read")
     classes = [_layer(value, forms, fields) for value in fields.items("classes")]
     layers = fields.items("layers")
-    if len(layers) > config.num_layers or len(classes) > MAX_LAYERS:
-        raise fields.fail("layers", f"the model has {config.num_layers} layers, the list {len(layers)}")
+    every = config.with_mtp()  # tables of files have its form, too
+    if len(layers) > every.num_layers or len(classes) > MAX_LAYERS:
+        raise fields.fail("layers", f"the model has {every.num_layers} layers, the list {len(layers)}")
     shape = (config.vocab_size, config.hidden_size)
     tables = [
         _checked(_item(fields.raw(key), forms, fields), shape, fields, key) if fields.has(key) else None
         for key in ("embedding", "head")
     ]
     own = [_item(index, classes, fields) for index in layers]
-    for spec, named in dict.fromkeys(zip(config.layers, own, strict=False)):
+    for spec, named in dict.fromkeys(zip(every.layers, own, strict=False)):
         _check_layer(spec_tensors(spec, config.hidden_size), named, fields)
     wide = {_place(index, classes, fields) for index in fields.items("float32_experts")}
     float32_experts = [layer for layer, index in enumerate(layers) if index in wide]
@@ -222,3 +234,13 @@ def _place(index: object, items: Sequence[object], table: Fields) -> int:
     if type(index) is not int or not 0 <= index < len(items):
         raise table.fail("classes", f"{str(index)[:40]} is not an index")
     return index
+
+
+def only_layers(
+    config: ModelConfig, table: WeightTable, wanted: Callable[[LayerSpec], bool]
+) -> tuple[ModelConfig, WeightTable]:
+    """Return the model cut down to the layers with a property, at least one, and their forms."""
+    chosen = [index for index, spec in enumerate(config.layers) if wanted(spec)]
+    forms = [tuple(sorted(table.layer(index).items())) for index in chosen]
+    config = replace(config, layers=tuple(config.layers[index] for index in chosen))
+    return config, make_table(forms, embedding=table.embedding, head=table.head)

@@ -22,6 +22,7 @@ from edgepipe.spec.layout import (
     slice_tensors,
     slice_weights,
     stored_shapes,
+    stores_mtp,
 )
 from edgepipe.spec.longrope import served_config
 from edgepipe.spec.naming import settled_naming
@@ -36,7 +37,7 @@ from edgepipe.weights.manifest import CARD_FILE, read_manifest
 from edgepipe.weights.mixes import mix_weights, split_mix
 from edgepipe.weights.repacked import RepackedPlace, files_identity, repacked_place
 from edgepipe.weights.safetensors_file import open_safetensors, shard_names
-from edgepipe.weights.settling import settled
+from edgepipe.weights.settling import settled, settled_mtp
 from edgepipe.weights.stored_head import head_is_embedding, stores_head
 from edgepipe.weights.stored_weight import load_weight, weight_info
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER, TensorFolder, complete_names
@@ -87,6 +88,10 @@ class Weights:
         """Return the same weights, with the config of a served context (0: the model's)."""
         config = served_config(self._config, context_tokens)
         return Weights(config, self._files, mix=self._mix, repacked=self._repacked)
+
+    def holding(self, slices: Sequence[Slice]) -> Weights:
+        """Return the same weights, with the config that has the slices' layers (``ModelConfig.holding``)."""
+        return Weights(self._config.holding(slices), self._files, mix=self._mix, repacked=self._repacked)
 
     @property
     def repacked(self) -> RepackedPlace | None:
@@ -202,11 +207,13 @@ def settled_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> Mode
     """Return the config of a Hugging Face folder as its tensors settle it. Raises ModelInvalid if they contradict."""
     config = replace(config, naming=settled_naming(config.naming, infos))
     config = settled(config, infos)
+    if not stores_mtp(config, infos):
+        config = replace(config, mtp=None)
     if config.quantisation:
-        found = settle_quantisation(config.quantisation, stored_shapes(config), infos)
+        found = settle_quantisation(config.quantisation, stored_shapes(config.with_mtp()), infos)
         config = replace(config, quantisation=found)
     check_layout(config, infos)
-    return config
+    return settled_mtp(config, infos)
 
 
 def layout_with_head(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> ModelConfig | None:
@@ -227,7 +234,7 @@ def open_gguf_weights(path: Path) -> Weights:
     check_layout(config, files.infos)
     if not config.tied_embeddings and head_is_embedding(config, files):
         config = replace(config, tied_embeddings=True)  # one table in memory instead of two
-    return Weights(config, files)
+    return Weights(settled_mtp(config, files.infos), files)
 
 
 def is_emulated(path: Path) -> bool:
@@ -248,7 +255,7 @@ def _open_stored(path: Path) -> Weights:
         return Weights(card.config, NoTensors(), mix=card.mix)
     files = _stored_files(path)
     check_layout(card.config, files.infos)
-    return Weights(card.config, files, repacked=_place_beside(path, files))
+    return Weights(settled_mtp(card.config, files.infos), files, repacked=_place_beside(path, files))
 
 
 def _place_beside(path: Path, files: TensorFiles) -> RepackedPlace | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, StageSettings
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, SlowPath, StageSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.wire.batches import BatchReport
 from edgepipe.wire.engines import EngineState, StagePlacement
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable, RunEngine
@@ -43,11 +44,13 @@ class Prepared:
 
     address: str = ""  # HOST:PORT of the stage
     max_blocks: int = 0  # KV blocks that fit into the reservation
+    max_host_blocks: int = 0  # KV blocks that fit into the reservation of host memory
     kv_block_bytes: int = 0  # bytes of one block in all layers
     window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
     weight_bytes: int = 0
     profile: DeviceProfile
     products: tuple[PackedProducts, ...] = ()
+    slow_paths: tuple[SlowPath, ...] = ()
     settings: StageSettings  # settings that its layers are built with
     certificate: bytes = b""  # the stage's certificate
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
@@ -82,6 +85,7 @@ class LoadShard:
     path: str = ""  # folder or file that open_weights takes
     placement: StagePlacement
     settings: StageSettings
+    draft_path: str = ""  # the draft model's folder or file; empty: none is here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class ShardLoaded:
     window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
     memory_free_bytes: int = 0  # free memory of the device after loading
     products: tuple[PackedProducts, ...] = ()
+    slow_paths: tuple[SlowPath, ...] = ()
     settings: StageSettings  # settings that its layers are built with
 
 
@@ -230,6 +235,7 @@ Report = (
     | LoadWanted
     | UnloadWanted
     | KeptModels
+    | BatchReport
 )
 """What a child reports to its daemon."""
 

@@ -56,7 +56,7 @@ def check_hello(hello: Hello, *, own_name: str = "this node") -> None:
         f"{other} and {own_name} speak different versions of the protocol",
         fact=f"{other} runs edgepipe {hello.edgepipe_version or 'unknown'} (protocol {hello.protocol_version}), "
         f"{own_name} {__version__} (protocol {PROTOCOL_VERSION})",
-        next_step=f"upgrade edgepipe on {older}: pip install --upgrade edgepipe",
+        next_step=f"on {older}: edgepipe update",
     )
 
 
@@ -68,4 +68,9 @@ def epoch_to_wire(epoch: Epoch) -> pb.Epoch:
 def epoch_from_wire(epoch: pb.Epoch) -> Epoch:
     """Convert a pipeline's epoch from the wire. Raises RemoteProtocolError."""
     check_numbers(epoch)
+    return epoch_of(epoch)
+
+
+def epoch_of(epoch: pb.Epoch) -> Epoch:
+    """Convert an epoch of a message that was checked."""
     return Epoch(epoch.counter, EngineId(epoch.engine_id))

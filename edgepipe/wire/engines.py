@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgepipe.backend.expert_reads import ExpertShare
-from edgepipe.backend.types import DEFAULT_SETTINGS, PackedProducts, StageSettings
+from edgepipe.backend.types import DEFAULT_SETTINGS, PackedProducts, SlowPath, StageSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.spec.facts import Slice
@@ -43,6 +43,16 @@ class ServeSpec:
     names: tuple[str, ...] = ()  # further names by which requests may ask for the model
     template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none
     itl_goal: str = ""  # time that prompts may add to a decode's turn: "100ms" or "off"; empty: the default
+    draft: str = ""  # what drafts tokens: see ``draft_way``, or a model's name; empty: the default, "auto"
+    num_replicas: int = 0  # independent pipelines of the model; 0: one
+    replica: int = 0  # which of them this is, from 1 on; 0: the only one
+    replica_pipelines: tuple[PipelineId, ...] = ()  # all of them
+    replica_share: float = 0.0  # of the conversations, as planned; 0: an equal one
+
+    @property
+    def title(self) -> str:
+        """The model's name for people, with the number of the replica."""
+        return _title(self.model, self.replica, self.num_replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,17 @@ class Advice:
     plan: str = ""  # "a:0-14,b:15-29"
     gain: float = 0.0  # share of the wanted speed: 0.2 is a fifth more tokens per second
     pause_s: float = 0.0  # the move's price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftState:
+    """Drafts since the epoch began."""
+
+    source: str = ""  # what drafts: "auto", "lookup", "mtp", "model"; empty: nothing
+    windows: int = 0  # rows with drafts
+    drafted: int = 0  # drafts that these verified
+    accepted: int = 0
+    factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +119,7 @@ class StageState:
     decode_ms: float = 0.0  # measured step of ``EngineState.decode_rows`` sequences; 0 while not known
     decode_upload_ms: float = 0.0  # upload of that step on its outgoing link; 0 while not known
     products: tuple[PackedProducts, ...] = ()  # empty: no packed weights
+    slow_paths: tuple[SlowPath, ...] = ()  # what makes its steps slow
     # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
@@ -124,6 +146,9 @@ class EngineState:
     state_slots: int = 0  # slots for states of recurrent layers; 0: no layer is recurrent
     free_slots: int = 0  # slots that no sequence holds
     missed_snapshots: int = 0  # snapshots since the epoch began that were not taken, as sequences held all slots
+    host_blocks: int = 0  # KV blocks that host memory has room for, on every stage; 0: no idle KV goes there
+    used_host_blocks: int = 0
+    restored_tokens: int = 0  # count since the epoch began: tokens whose KV came back from host memory
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()
@@ -143,6 +168,7 @@ class EngineState:
     decode_rows: float = 0.0  # rows of a micro-batch of the running sequences; 0 if none runs
     # As the last prompt was computed; None: no prompt yet, or a stage's times are not known.
     prompt_steps: PromptSteps | None = None
+    drafts: DraftState | None = None
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # total, from the detection of a failure to the first token after it
     moves: int = 0  # epochs that began after a requested move
@@ -157,6 +183,14 @@ class EngineState:
     advice: Advice | None = None  # advice of its daemon
     starts_at_us: int = 0  # paused after crashes until then, by the wall clock of its node; 0: not paused
     names: tuple[str, ...] = ()  # further names of the model; set by the node that shows the state, from its records
+    num_replicas: int = 0  # see ServeSpec
+    replica: int = 0  # see ServeSpec
+    replica_share: float = 0.0  # see ServeSpec
+
+    @property
+    def title(self) -> str:
+        """The model's name for people, with the number of the replica."""
+        return _title(self.model, self.replica, self.num_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +221,7 @@ class EngineTrace:
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
     preemptions: int  # count since the epoch began
+
+
+def _title(model: str, replica: int, num_replicas: int) -> str:
+    return f"{model} replica {replica}/{num_replicas}" if replica else model

@@ -54,6 +54,7 @@ REGISTRATION_BOUNDS: Mapping[str, Bound] = {
     "generated": TokenIds(None),
     "end_ids": TokenIds(MAX_END_IDS),
     "continues": Flag(),
+    "draft": Text(16),
 }
 """Bounds of every field of Registration except ``sampling``, which has SAMPLING_BOUNDS."""
 

@@ -8,6 +8,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId
 from edgepipe.spec.facts import LayerRange
+from edgepipe.wire.batches import BatchFacts
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import BrokenLink, Introduction, ServeRecord
@@ -82,6 +83,7 @@ class NodeState:
     sleeps_soon: bool = False  # the machine is about to sleep: silence from now on is sleep, not death
     leaving: bool = False  # the node stops as soon as its work has moved, or a time is over
     disk_free_bytes: int = 0  # free bytes on the disk of models
+    batches: BatchFacts | None = None  # of its gateway; None until that has read its disk
 
     @property
     def introduction(self) -> Introduction:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun, RowState, StateWrite
+from edgepipe.backend.drafting import Drafts
+from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun, RowState, StateWrite, TierMove
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.scheduler.types import singles
 from edgepipe.spec.facts import Slice
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire, value_of
-from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
+from edgepipe.wire.common import Hello, epoch_of, epoch_to_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, PACKED_BYTES
@@ -45,6 +49,7 @@ class PipelineSpec:
     block_size: int  # tokens
     window_blocks: tuple[int, ...] = ()  # blocks of each windowed memory class; empty: all layers keep the context
     state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
+    host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
@@ -72,17 +77,19 @@ class NewWindow:
     run: BlockRun
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """The tokens ``[position, position + num_tokens)`` of a registered sequence, and new blocks for them."""
 
     sequence: SequenceId
     position: int  # absolute
     num_tokens: int
-    sample: bool = False  # sample a token from the last token's logits
+    # Number of its last tokens that get logits. A token is sampled from the first of them, and from each next one as
+    # long as the sampled token is the row's next token.
+    sample: int = 0
     new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
     new_windows: tuple[NewWindow, ...] = ()  # appended to its tables of windowed classes
     state: RowState | None = None  # slots of its state; None: no layer is recurrent
+    draft: int = 0  # most drafts to return with its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +103,12 @@ class Registration:
     sampling: SamplingParams
     choice: int = 0
     prompt_tokens: int  # absolute position p is output position p - prompt_tokens
-    prompt: tuple[int, ...] = ()  # prompt tokens in order, if ``sampling.prompt_logprobs``
+    prompt: tuple[int, ...] = ()  # prompt tokens in order, if ``sampling.prompt_logprobs`` or ``draft``
     seen: tuple[int, ...] = ()  # prompt tokens, unique and ascending, if ``sampling.penalises_prompt``
-    generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output``
+    generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output`` or ``draft``
     end_ids: tuple[int, ...] = ()  # EOS and stop ids, if ``sampling.min_tokens``
     continues: bool = False
+    draft: str = ""  # "auto" | "lookup" | "mtp" | "model": what drafts its tokens; empty: nothing
 
     def joined(self, part: Registration) -> Registration:
         """Return this registration with a continuing part appended."""
@@ -120,7 +128,7 @@ class Registrations:
     sequences: tuple[Registration, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """One step, as the engine sends it to every stage. Holds only changes since earlier plans."""
 
@@ -128,20 +136,28 @@ class StepPlan:
     step: StepId
     last_slice: int  # the stage of this slice sends StepDone
     rows: tuple[PlanRow, ...] = ()
-    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds
+    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds; for the head's, if a row samples several
+    after: StepId | None = None  # the step whose sampled tokens the rows begin with; None: ``token_ids`` has them
+    home: bool = False  # the sampled tokens also go to the stage that embeds: later plans may have rows after this step
     registers: tuple[SequenceId, ...] = ()  # sequences that begin in this step; applied before the rows
     frees: tuple[SequenceId, ...] = ()  # applied before the registers
     copies: tuple[BlockCopy, ...] = ()
+    moves: tuple[TierMove, ...] = ()  # see ``ScheduledStep``
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """T."""
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
-    @property
+    @cached_property
+    def num_singles(self) -> int:
+        """See ``ScheduledStep.num_singles``."""
+        return singles([row.sample for row in self.rows], num_tokens=self.num_tokens)
+
+    @cached_property
     def is_bulk(self) -> bool:
         """Whether the step has prompt tokens: its activations take many messages, and express steps pass them."""
-        return self.num_tokens > len(self.rows)
+        return self.num_tokens > self.num_singles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +167,7 @@ class StepTiming:
     step: StepId
     slice_index: int
     num_tokens: int
-    num_rows: int
+    num_rows: int  # see ``ScheduledStep.num_singles``
     started_us: int  # stage's monotonic clock: submitted, and the previous step done
     wait_us: int = 0  # device idle before it
     prepare_us: int = 0
@@ -162,6 +178,7 @@ class StepTiming:
     queued_us: int = 0  # time from plan and inputs ready until ``started_us``
     expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
     upload_bytes: int = 0  # size of the step that ``upload_us`` describes
+    draft_us: int = 0  # drafting for its sequences, after sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,15 +202,35 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A step is retired; ``ids`` has one token per sampling row, in row order."""
+    """A step is retired.
+
+    A row that ``failures`` does not name has at least one token.
+    """
 
     epoch: Epoch
     step: StepId
-    ids: tuple[int, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()  # tokens of each sampling row, in row order
     timings: tuple[StepTiming, ...] = ()
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (index into ids, log-probabilities), where requested
+    # (index into the ids of all rows, log-probabilities), where requested
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
-    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (index into ids, reason why no token was sampled)
+    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (sampling row, reason why no further token was sampled)
+    drafts: tuple[Drafts, ...] = ()  # what may follow the tokens of each sampling row; empty: no drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeOpened:
+    """The stage that embeds takes the tokens of the stage that samples."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeTokens:
+    """Tokens that came to the stage that embeds, for the steps after this one."""
+
+    step: StepId
+    ids: tuple[int, ...]  # one for each row that samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +239,7 @@ class StageTimings:
 
     timings: tuple[StepTiming, ...] = ()
     links: tuple[LinkSample, ...] = ()
+    home: tuple[HomeTokens, ...] = ()
 
 
 def spec_to_wire(spec: PipelineSpec, hello: Hello) -> stage_pb2.OpenPipeline:
@@ -232,29 +270,30 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     check_numbers(message)
     num_rows = len(message.sequence)
     _check_columns(message, num_rows)
-    blocks, windows = _blocks_by_row(message), _windows_by_row(message, num_rows)
-    states = _states_by_row(message, num_rows)
-    rows = zip(message.sequence, message.position, message.num_tokens, message.sample, strict=True)
+    none: list[tuple[()]] = [()] * num_rows
+    rows = map(
+        PlanRow,
+        map(SequenceId, message.sequence),
+        message.position,
+        message.num_tokens,
+        message.sample,
+        _blocks_by_row(message, num_rows) if message.block_row else none,
+        _windows_by_row(message, num_rows) if message.windows else none,
+        _states_by_row(message, num_rows) or [None] * num_rows,
+        message.draft or [0] * num_rows,
+    )
     return StepPlan(
-        epoch=epoch_from_wire(message.epoch),
+        epoch=epoch_of(message.epoch),
         step=StepId(message.step),
         last_slice=message.last_slice,
-        rows=tuple(
-            PlanRow(
-                SequenceId(sequence),
-                position,
-                num_tokens,
-                sample,
-                tuple(blocks.get(index, ())),
-                tuple(windows.get(index, ())),
-                states[index] if states else None,
-            )
-            for index, (sequence, position, num_tokens, sample) in enumerate(rows)
-        ),
+        rows=tuple(rows),
         token_ids=tuple(message.token_ids),
-        registers=tuple(SequenceId(sequence) for sequence in message.registers),
-        frees=tuple(SequenceId(sequence) for sequence in message.frees),
-        copies=tuple(BlockCopy(copy.source, copy.target) for copy in message.copies),
+        after=StepId(message.after) if message.after else None,
+        home=message.home,
+        registers=tuple(map(SequenceId, message.registers)),
+        frees=tuple(map(SequenceId, message.frees)),
+        copies=tuple([BlockCopy(copy.source, copy.target) for copy in message.copies]),
+        moves=_moves(message),
     )
 
 
@@ -264,7 +303,11 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
         step_done=stage_pb2.StepDone(
             epoch=epoch_to_wire(done.epoch),
             step=done.step,
-            ids=done.ids,
+            ids=[token for row in done.ids for token in row],
+            num_ids=[*map(len, done.ids)],
+            drafts=[token for row in done.drafts for token in row.ids],
+            draft_sources=[source for row in done.drafts for source in row.sources],
+            num_drafts=[len(row.ids) for row in done.drafts],
             timings=[to_wire(timing, stage_pb2.StepTiming) for timing in done.timings],
             logprobs=[
                 stage_pb2.SampledLogprobs(index=index, token=logprobs_to_wire(token)) for index, token in done.logprobs
@@ -287,20 +330,42 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
 def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
     """Convert a received report that retires a step. Raises RemoteProtocolError."""
     check_numbers(message)
+    ids, ends = tuple(message.ids), [0, *accumulate(message.num_ids)]
+    if ends[-1] != len(ids):
+        raise RemoteProtocolError(
+            f"the report of step {message.step} has other ids than it counts",
+            fact=f"{len(ids)} came, its rows have {ends[-1]}",
+        )
     return StepDone(
-        epoch=epoch_from_wire(message.epoch),
+        epoch=epoch_of(message.epoch),
         step=StepId(message.step),
-        ids=tuple(message.ids),
-        timings=tuple(value_of(timing, StepTiming) for timing in message.timings),
-        logprobs=tuple((each.index, logprobs_from_wire(each.token)) for each in message.logprobs),
+        ids=tuple([ids[start:end] for start, end in pairwise(ends)]),
+        timings=tuple([value_of(timing, StepTiming) for timing in message.timings]),
+        logprobs=tuple([(each.index, logprobs_from_wire(each.token)) for each in message.logprobs]),
         prompt_logprobs=tuple(
-            (SequenceId(part.sequence), value_of(part, PromptLogprobs)) for part in message.prompt_logprobs
+            [(SequenceId(part.sequence), value_of(part, PromptLogprobs)) for part in message.prompt_logprobs]
         ),
-        failures=tuple((each.index, error_from_wire(each.error)) for each in message.failures),
+        failures=tuple([(each.index, error_from_wire(each.error)) for each in message.failures]),
+        drafts=_drafts(message) if message.num_drafts else (),
     )
 
 
+def _drafts(message: stage_pb2.StepDone) -> tuple[Drafts, ...]:
+    """Return the drafts of each row. Raises RemoteProtocolError."""
+    ids, sources, ends = tuple(message.drafts), tuple(message.draft_sources), [0, *accumulate(message.num_drafts)]
+    if not ends[-1] == len(ids) == len(sources):
+        raise RemoteProtocolError(
+            f"the report of step {message.step} has other drafts than it counts",
+            fact=f"{len(ids)} came with {len(sources)} sources, its rows have {ends[-1]}",
+        )
+    return tuple([Drafts(ids[start:end], sources[start:end]) for start, end in pairwise(ends)])
+
+
 def _check_columns(message: stage_pb2.Plan, num_rows: int) -> None:
+    if len(message.draft) not in (0, num_rows):
+        raise RemoteProtocolError(
+            f"the plan of step {message.step} asks for drafts of other rows", fact=f"it has {num_rows} rows"
+        )
     if not num_rows == len(message.position) == len(message.num_tokens) == len(message.sample):
         raise RemoteProtocolError(
             f"the plan of step {message.step} has columns of different lengths",
@@ -309,17 +374,24 @@ def _check_columns(message: stage_pb2.Plan, num_rows: int) -> None:
         )
     if not len(message.block_row) == len(message.block_start) == len(message.block_count):
         raise RemoteProtocolError(f"the plan of step {message.step} has block columns of different lengths")
-    if any(row >= num_rows for row in message.block_row):
+    if message.block_row and max(message.block_row) >= num_rows:
         raise RemoteProtocolError(
             f"the plan of step {message.step} assigns blocks to a missing row", fact=f"it has {num_rows} rows"
         )
 
 
-def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
-    blocks: dict[int, list[BlockRun]] = {}
+def _moves(message: stage_pb2.Plan) -> tuple[TierMove, ...]:
+    columns = message.move_class, message.move_place, message.move_kept, message.move_out
+    if len({len(column) for column in columns}) > 1:
+        raise RemoteProtocolError(f"the plan of step {message.step} has columns of moves of different lengths")
+    return tuple(map(TierMove, *columns))
+
+
+def _blocks_by_row(message: stage_pb2.Plan, num_rows: int) -> list[tuple[BlockRun, ...]]:
+    blocks: list[list[BlockRun]] = [[] for _ in range(num_rows)]
     for row, start, count in zip(message.block_row, message.block_start, message.block_count, strict=True):
-        blocks.setdefault(row, []).append(BlockRun(start, count))
-    return blocks
+        blocks[row].append(BlockRun(start, count))
+    return [*map(tuple, blocks)]
 
 
 def _states_by_row(message: stage_pb2.Plan, num_rows: int) -> list[RowState]:
@@ -338,8 +410,9 @@ def _states_by_row(message: stage_pb2.Plan, num_rows: int) -> list[RowState]:
     ]
 
 
-def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> dict[int, list[NewWindow]]:
-    windows: dict[int, list[NewWindow]] = {}
+def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> list[tuple[NewWindow, ...]]:
+    """Return each row's new blocks of windowed classes. Raises RemoteProtocolError."""
+    windows: list[list[NewWindow]] = [[] for _ in range(num_rows)]
     for number, blocks in enumerate(message.windows):
         if not len(blocks.row) == len(blocks.place) == len(blocks.start) == len(blocks.count):
             raise RemoteProtocolError(f"the plan of step {message.step} has window columns of different lengths")
@@ -348,8 +421,8 @@ def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> dict[int, list[Ne
                 f"the plan of step {message.step} assigns blocks to a missing row", fact=f"it has {num_rows} rows"
             )
         for row, place, start, count in zip(blocks.row, blocks.place, blocks.start, blocks.count, strict=True):
-            windows.setdefault(row, []).append(NewWindow(number, place, BlockRun(start, count)))
-    return windows
+            windows[row].append(NewWindow(number, place, BlockRun(start, count)))
+    return [*map(tuple, windows)]
 
 
 def registrations_to_wire(
@@ -371,21 +444,26 @@ def registrations_to_wire(
     return messages
 
 
-def registration_bytes(sampling: SamplingParams, *, prompt_tokens: int, vocab_size: int) -> tuple[int, int]:
-    """Return the maximum size of a registration without output, and the bytes per known output token."""
+def registration_bytes(
+    sampling: SamplingParams, *, prompt_tokens: int, vocab_size: int, drafts: bool = False
+) -> tuple[int, int]:
+    """Return the maximum size of a registration without output, and the bytes per known output token.
+
+    ``drafts``: its tokens are drafted.
+    """
     grammar = len(sampling.grammar.text.encode()) if sampling.grammar is not None else 0
-    prompt = prompt_tokens if sampling.prompt_logprobs else 0
+    prompt = prompt_tokens if sampling.prompt_logprobs or drafts else 0
     seen = min(prompt_tokens, vocab_size) if sampling.penalises_prompt else 0
     ends = MAX_END_IDS if sampling.min_tokens else 0
     fixed = _HEAD_BYTES + grammar + _BIAS_BYTES * len(sampling.logit_bias) + ID_BYTES * (prompt + seen + ends)
-    return fixed, ID_BYTES if sampling.needs_output else 0
+    return fixed, ID_BYTES if sampling.needs_output or drafts else 0
 
 
 def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
     """Convert received registrations. Raises RequestInvalid, RemoteProtocolError."""
     check_numbers(message)
     return Registrations(
-        epoch=epoch_from_wire(message.epoch),
+        epoch=epoch_of(message.epoch),
         sequences=tuple(_registration_from_wire(register) for register in message.sequences),
     )
 
@@ -429,6 +507,7 @@ def _registration_head(registration: Registration) -> stage_pb2.Register:
         choice=registration.choice,
         prompt_tokens=registration.prompt_tokens,
         end_ids=registration.end_ids,
+        draft=registration.draft,
     )
 
 
@@ -448,4 +527,5 @@ def _registration_from_wire(message: stage_pb2.Register) -> Registration:
         generated=tuple(message.generated),
         end_ids=tuple(message.end_ids),
         continues=message.continues,
+        draft=message.draft,
     )

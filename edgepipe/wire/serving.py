@@ -61,6 +61,7 @@ class ServeRequest:
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
     must_keep_context: bool = False  # the KV of one whole context must fit
+    auto_replicas: bool = False  # the planner chooses ``options.num_replicas``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,14 @@ class ProfileLinksReply:
 
     links: tuple[LinkProfile, ...] = ()
     unreached: tuple[str, ...] = ()  # ids of nodes to which no new connection could be made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """All links between nodes, as last measured."""
+
+    links: tuple[LinkProfile, ...] = ()
+    at_ms: int = 0  # wall clock of the node; 0: not measured since it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

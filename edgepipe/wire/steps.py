@@ -13,7 +13,7 @@ def step_to_wire(
     last_slice: int,
     with_token_ids: bool,
 ) -> stage_pb2.ControlMessage:
-    """Convert a step for one stage; only the stage that embeds gets the token ids."""
+    """Convert a step for one stage."""
     return stage_pb2.ControlMessage(
         plan=stage_pb2.Plan(
             epoch=epoch,
@@ -26,7 +26,9 @@ def step_to_wire(
             block_row=step.block_rows,
             block_start=step.block_starts,
             block_count=step.block_counts,
-            token_ids=step.token_ids if with_token_ids else (),
+            token_ids=step.token_ids if with_token_ids and step.after is None else (),
+            after=step.after or 0,
+            home=step.home,
             registers=step.registers,
             frees=step.frees,
             windows=[
@@ -34,9 +36,14 @@ def step_to_wire(
                 for blocks in step.windows
             ],
             state_read=[0 if state.read is None else 1 + state.read for state in step.states],
+            draft=step.drafts,
             state_row=[row for row, state in enumerate(step.states) for _ in state.writes],
             state_after=[write.after for state in step.states for write in state.writes],
             state_slot=[write.slot for state in step.states for write in state.writes],
+            move_class=[move.number for move in step.moves],
+            move_place=[move.place for move in step.moves],
+            move_kept=[move.kept for move in step.moves],
+            move_out=[move.out for move in step.moves],
             copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )
     )

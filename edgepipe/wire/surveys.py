@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, estimated_speed, measured_speed
 from edgepipe.spec.config_json import config_from_json
+from edgepipe.spec.drafting import drafting
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import LinkShape
 from edgepipe.weights.resident import dtype_of
@@ -17,12 +19,14 @@ from edgepipe.weights.weight_table import WeightTable, table_from_json
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
 
-def cluster_of(survey: SurveyReply) -> Cluster:
+def cluster_of(survey: SurveyReply, *, mtp: bool = False) -> Cluster:
     """Return a survey as the planner's cluster.
 
-    Raises RemoteProtocolError for a profile without times.
+    ``mtp``: the model drafts with a layer of its own. Raises RemoteProtocolError for a profile without times,
+    ConfigInvalid if the model has no such layer.
     """
     config = config_from_json(json.loads(survey.model_config))
+    config = drafting(config, survey.model) if mtp else config
     weights = table_from_json(survey.model_weights, config)
     links = {
         (NodeId(link.sender), NodeId(link.receiver)): LinkShape(
@@ -35,7 +39,7 @@ def cluster_of(survey: SurveyReply) -> Cluster:
         config=config,
         weights=weights,
         kv=survey.settings.kv,
-        machines=tuple(_machine(machine, config, weights, survey.settings.kv) for machine in survey.machines),
+        machines=tuple(_machine(machine, config, weights, survey.settings) for machine in survey.machines),
         links=Links(
             measured=links,
             broken=frozenset((NodeId(link.node_id), NodeId(link.other_id)) for link in survey.broken),
@@ -43,7 +47,7 @@ def cluster_of(survey: SurveyReply) -> Cluster:
     )
 
 
-def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTable, kv: str) -> Machine:
+def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTable, settings: StageSettings) -> Machine:
     device = surveyed.device
     size = surveyed.value_bytes or 2
     if (layer := surveyed.layer) is not None:
@@ -51,7 +55,7 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTabl
             raise RemoteProtocolError(f"{surveyed.name} reported a layer profile without times")
         speed = measured_speed(layer, device, config, weights=weights, dtype=dtype_of(size))
     else:
-        speed = estimated_speed(device, config, weights=weights, dtype=dtype_of(size), kv=kv)
+        speed = estimated_speed(device, config, weights=weights, dtype=dtype_of(size), kv=settings.kv)
     return Machine(
         room=NodeRoom(
             node_id=surveyed.node_id,
@@ -60,7 +64,8 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTabl
             bytes_per_weight=size,
             shares_host_memory=surveyed.shares_host_memory,
             packing=device.packing,
-            kv=kv,
+            kv=settings.kv,
+            most_slots=settings.most_slots,
             ram_bytes=surveyed.ram_free_bytes,
         ),
         device=device.name,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from pathlib import Path
 
 from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.gateway.access import AccessRules
+from edgepipe.gateway.batches.store import FilesSettings
 from edgepipe.gateway.service import Gateway, listen
+from edgepipe.link.admin_client import Admin, admin_at
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.wire.children import KeptModels, LoadFailed, LoadQueue, LoadWanted, UnloadWanted
 from edgepipe.wire.nodes import ClusterView
@@ -20,6 +23,11 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Serve HTTP until cancelled. Raises PortInUse."""
+    async with admin_at(settings.socket, role="gateway") as admin:
+        await _serve(settings, link, admin)
+
+
+async def _serve(settings: ChildSettings, link: DaemonLink, admin: Admin) -> None:
     sockets = _listen(settings)
     gateway = Gateway(
         node_id=settings.node_id,
@@ -29,6 +37,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         load_model=lambda model, owner: link.report(LoadWanted(model=model, owner=owner)),
         unload_model=lambda model: link.report(UnloadWanted(model=model)),
         keep_models=link.report,
+        report_batches=link.report,
+        admin=admin,
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(
@@ -36,6 +46,9 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             key_on_loopback=settings.key_on_loopback,
             host_names=_names(settings),
             origins=settings.http_origins,
+        ),
+        files=FilesSettings(
+            folder=Path(settings.files_dir), most_bytes=settings.files_limit_bytes, kept_days=settings.files_days
         ),
     )
     async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as tasks:  # answers end before the links they come by

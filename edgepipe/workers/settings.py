@@ -36,6 +36,9 @@ class ChildSettings:
     http_origins: tuple[str, ...] = ()  # gateways: web origins that may ask, see ``Origins``
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_on_loopback: bool = False
+    files_dir: str = ""  # gateways: folder of files and batches
+    files_limit_bytes: int = 0  # gateways: disk for them
+    files_days: int = 30  # gateways: days until a file is deleted
     backend: str = ""  # stages
     mark: int = -1  # stages: descriptor of the file that holds the step being computed
     device: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,11 @@ from edgepipe.files.strict_json import parse_json_object
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.spec.config_json import config_from_json
 from edgepipe.spec.expert_places import SETTING, as_setting
 from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.draft_child import DraftLaunch
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.step_mark import StepMark
@@ -95,7 +98,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
             )
             stage.add_to(server)
             await server.start()
-            await _load(stage, link, command, profile, clock)
+            draft = partial(_draft_launch, settings, command, wanted) if command.draft_path else None
+            await _load(stage, link, command, profile, clock, draft)
     finally:
         reporter.cancel()
         await server.stop(grace=0.2)
@@ -130,7 +134,14 @@ async def _profile(
     link.report(found)
 
 
-async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: DeviceProfile, clock: Clock) -> None:
+async def _load(
+    stage: Stage,
+    link: DaemonLink,
+    load: LoadShard,
+    profile: DeviceProfile,
+    clock: Clock,
+    draft: Callable[[ModelBounds], DraftLaunch] | None = None,
+) -> None:
     sent_at_s = float("-inf")
 
     def tell(done: LoadProgress) -> None:
@@ -147,13 +158,15 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
 
     def open_unchanged() -> Weights:
         check_unchanged(path, compared)
-        return open_weights(path).in_context(load.settings.context_length)
+        opened = open_weights(path).in_context(load.settings.context_length)
+        return opened.holding(load.placement.slices)
 
     shard = await stage.load(
         slices=load.placement.slices,
         open_weights=open_unchanged,
         progress=tell,
         settings=load.settings,
+        draft=draft,
     )
     await asyncio.to_thread(check_unchanged, path, compared)  # the file must not have changed while it was read
     link.report(
@@ -162,8 +175,23 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
             kv_block_bytes=shard.kv_block_bytes,
             window_block_bytes=shard.window_block_bytes,
             products=shard.products,
+            slow_paths=shard.slow_paths,
             settings=load.settings,
         )
+    )
+
+
+def _draft_launch(settings: ChildSettings, load: LoadShard, options: BackendOptions, model: ModelBounds) -> DraftLaunch:
+    """Return what the draft model's process loads: on this device, with the backend's options of the stage."""
+    return DraftLaunch(
+        path=load.draft_path,
+        backend=settings.backend,
+        device=options.device,
+        threads=options.threads,
+        dtype=options.dtype,
+        settings={name: value for name, value in options.settings.items() if name != SETTING},
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
     )
 
 

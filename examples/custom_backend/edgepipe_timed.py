@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from edgepipe.backend.devices import number_setting
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.protocol import Prepared, Ticket
 from edgepipe.backend.types import (
@@ -45,6 +46,11 @@ class TimedBackend:
         self._tokens: list[int] = []  # of the steps since the last line
         self._times_s: list[float] = []  # from submit to collect, of the same steps
 
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """Return what drafts for the inner backend's model."""
+        return self._inner.draft_model
+
     def profile(self) -> DeviceProfile:
         """Return the device of the inner backend."""
         return self._inner.profile()
@@ -62,11 +68,21 @@ class TimedBackend:
         return self._inner.kv_block_bytes(config, slices, block_size)
 
     def allocate_kv(
-        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] = (),
+        state_slots: int = 0,
+        host_places: Sequence[int] = (),
     ) -> None:
         """Allocate the KV pool and the state slots."""
         self._inner.allocate_kv(
-            num_blocks=num_blocks, block_size=block_size, window_blocks=window_blocks, state_slots=state_slots
+            num_blocks=num_blocks,
+            block_size=block_size,
+            window_blocks=window_blocks,
+            state_slots=state_slots,
+            host_places=host_places,
         )
 
     def prepare(self, step: Step) -> Prepared:

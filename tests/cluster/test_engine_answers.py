@@ -6,6 +6,7 @@ import pytest
 
 from edgepipe.engine import EngineLimits
 from edgepipe.sampling import SamplingParams
+from edgepipe.scheduler import ScheduledStep, Scheduler
 from tests.support.engine.lab import CONFIG, engine_lab, oracle_tokens, submission
 
 
@@ -119,3 +120,25 @@ async def test_several_gateways_are_kept_apart() -> None:
             gateway.send(submission("same-id", prompt_of(index, 10), 10))
         for index, gateway in enumerate(gateways):
             assert (await gateway.ended("same-id")).ids == oracle_tokens(prompt_of(index, 10), 10)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+async def test_a_chats_steps_are_planned_before_their_tokens_are_known(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[ScheduledStep] = []
+    plan = Scheduler.next_step
+
+    def next_step(scheduler: Scheduler) -> ScheduledStep | None:
+        step = plan(scheduler)
+        steps.extend([step] if step is not None else [])
+        return step
+
+    monkeypatch.setattr(Scheduler, "next_step", next_step)
+    async with engine_lab(num_stages=num_stages) as lab:
+        gateway = await lab.gateway()
+        for name in "ab":  # the first one opens the tokens' way home
+            gateway.send(submission(name, prompt_of(3, 20), 100))
+            answer = await gateway.ended(name)
+            assert answer.ids == oracle_tokens(prompt_of(3, 20), 100)
+    assert sum(step.after is not None for step in steps) >= 90

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from llguidance import LLParserLimits
 from edgepipe.children.forked_job import JobCost
 from edgepipe.errors import StepFailed
 from edgepipe.sampling import GrammarSpec, SamplingParams, grammar
-from edgepipe.sampling.grammar import check_grammar, json_grammar, regex_grammar
+from edgepipe.sampling.grammar import GrammarState, check_grammar, json_grammar, regex_grammar
 from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.stage import grammar_builds
 from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.weights.emulated_folder import EOS_TOKEN_ID
 from tests.support.engine.lab import CONFIG, FakeGateway, break_stage, engine_lab, submission
@@ -99,6 +102,41 @@ async def test_an_answer_that_waited_for_its_grammar_is_the_same() -> None:
     wanted = await answers(soon)
     assert await answers(late) == wanted
     assert all(ids[-1] == EOS_TOKEN_ID for ids in wanted)
+
+
+async def test_an_answer_that_waited_tells_what_was_cached_when_it_was_asked() -> None:
+    trial, head = HeldTrial(), [*range(96)]
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("first", head, 4))
+        first = (await gateway.ended("first")).ended
+        assert first is not None
+        assert first.cached_prompt_tokens == 0
+        gateway.send(submission("second", [*head, *range(100, 196)], 80, ignore_eos=False, sampling=BOUND))
+        await trial.asked.wait()
+        await others_answer(gateway, "free")  # meanwhile the second one begins again and finds its own prompt
+        trial.goes_on.set()
+        second = (await gateway.ended("second")).ended
+        assert second is not None
+        assert 64 <= second.cached_prompt_tokens <= 96
+
+
+async def test_a_ring_that_is_always_faster_than_the_grammar_s_state_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached prompt takes a millisecond, replaying a long output takes more: each attempt comes too early."""
+    replay = grammar_builds._replay  # pyright: ignore[reportPrivateUsage]
+
+    def slow(*args: Any) -> GrammarState:
+        time.sleep(0.1)
+        return replay(*args)
+
+    monkeypatch.setattr(grammar_builds, "_replay", slow)
+    trial = HeldTrial()
+    trial.goes_on.set()
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        for index in range(2):
+            gateway.send(submission(f"{index}", prompt_of(1), 80, ignore_eos=False, sampling=BOUND))
+            assert (await gateway.ended(f"{index}")).ids[-1] == EOS_TOKEN_ID
 
 
 async def test_a_cancelled_answer_does_not_wait_for_its_grammar() -> None:

@@ -6,12 +6,13 @@ import pytest
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.spec.memory_classes import memory_classes
+from tests.support.engine.lab import CONFIG
 from tests.support.engine.load import run_load
 
 WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
 STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)
 EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
-BOTH = (  # of recurrent layers both are short enough for every run
+BOTH = (
     pytest.param(False, id="shared"),
     pytest.param(True, id="copied", marks=pytest.mark.long),
 )
@@ -53,7 +54,7 @@ async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(co
     assert memory_classes(WINDOWS).pools(num_blocks=160, block_size=16)[0].num_blocks == 30
 
 
-@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("contiguous_kv", BOTH)
 async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
     load = await run_load(
         seed=7,
@@ -66,6 +67,44 @@ async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(c
         losses=3,
     )
     assert load.cached_tokens > 0
+
+
+TIERS = {"context": CONFIG, "windows": WINDOWS, "states": STATES}
+
+
+@pytest.mark.parametrize("contiguous_kv", BOTH)
+@pytest.mark.parametrize("name", ["context", "states", pytest.param("windows", marks=pytest.mark.long)])
+async def test_every_token_is_right_though_prompts_come_back_from_host_memory(name: str, contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=9,
+        tokens=800,
+        contiguous_kv=contiguous_kv,
+        num_gateways=3,
+        max_blocks=44,
+        max_host_blocks=400,
+        longest=60,
+        config=TIERS[name],
+        losses=2,
+    )
+    assert load.restored_tokens > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("name", TIERS)
+async def test_two_hundred_thousand_tokens_over_host_memory_are_right(name: str, contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=10,
+        tokens=200_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=8,
+        max_blocks=120,
+        max_host_blocks=600,
+        config=TIERS[name],
+        losses=16,
+    )
+    assert load.restored_tokens > 0
 
 
 @pytest.mark.long

@@ -157,10 +157,14 @@ async def test_another_version_is_refused_by_name() -> None:
         assert "old-box" in control.reports.fault.what
 
 
+def numbers(field: str, value: int) -> dict[str, Any]:
+    return {field: value}
+
+
 @pytest.mark.parametrize("field", ["num_blocks", "block_size", "max_in_flight", "hidden_size", "step_deadline_ms"])
 async def test_numbers_that_cannot_be_are_refused(field: str) -> None:
     async with stages(1) as local:
-        error = await refusal(local, local.spec(0, epoch(1), **{field: 0}))
+        error = await refusal(local, local.spec(0, epoch(1), **numbers(field, 0)))
         assert field in error.what
 
 
@@ -171,7 +175,7 @@ async def test_huge_numbers_cost_nothing_unless_they_can_be(field: str, value: i
     """What would not fit is refused; what is only a bound allocates nothing."""
     before = psutil.Process().memory_info().rss
     async with stages(1) as local:
-        control = local.control(0, local.spec(0, epoch(1), **{field: value}))
+        control = local.control(0, local.spec(0, epoch(1), **numbers(field, value)))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(control.run())
             ended = tasks.create_task(control.reports.ended.wait())

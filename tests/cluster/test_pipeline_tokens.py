@@ -74,10 +74,10 @@ async def test_a_copied_block_goes_on_as_its_source() -> None:
     )
     async with stages(2) as local, local.open(epoch(1)) as driver:
         driver.register(*registers)
-        first = PlanRow(SequenceId(1), 0, 5, True, (BlockRun(0, 1),))
+        first = PlanRow(SequenceId(1), 0, 5, 1, (BlockRun(0, 1),))
         driver.send(_plan(driver.epoch, 1, first, registers=(SequenceId(1),), token_ids=tuple(prompt)))
         wanted = (await driver.next_done()).ids
-        second = PlanRow(SequenceId(2), 4, 1, True, (BlockRun(9, 1),))
+        second = PlanRow(SequenceId(2), 4, 1, 1, (BlockRun(9, 1),))
         driver.send(
             _plan(driver.epoch, 2, second, registers=(SequenceId(2),), token_ids=(5,), copies=(BlockCopy(0, 9),))
         )

@@ -9,8 +9,8 @@ import pytest
 
 from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.scheduler import ScheduledStep
+from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.states import StateClass
-from edgepipe.scheduler.tables import KeptPools
 from tests.support.cluster.member_simulation import MemberSimulation
 from tests.support.engine.simulated_stage import SimulatedStage
 from tests.support.engine.simulated_wires import Message

@@ -27,6 +27,11 @@ BACKENDS = [
     pytest.param({"name": "torch", "device": "cpu", "dtype": "bfloat16", "kv": "8bit"}, id="torch-bf16-kv8"),
     pytest.param({"name": "torch", "device": "cuda", "kv": "8bit"}, id="torch-cuda-kv8", marks=pytest.mark.gpu),
     pytest.param({"name": "mlx", "device": "cpu", "kv": "8bit"}, id="mlx-kv8"),
+    pytest.param({"name": "emulated", "device": "auto", "kv": "4bit"}, id="emulated-kv4"),
+    pytest.param({"name": "torch", "device": "cpu", "kv": "4bit"}, id="torch-kv4"),
+    pytest.param({"name": "torch", "device": "cpu", "dtype": "bfloat16", "kv": "4bit"}, id="torch-bf16-kv4"),
+    pytest.param({"name": "torch", "device": "cuda", "kv": "4bit"}, id="torch-cuda-kv4", marks=pytest.mark.gpu),
+    pytest.param({"name": "mlx", "device": "cpu", "kv": "4bit"}, id="mlx-kv4"),
 ]
 
 

@@ -26,7 +26,7 @@ from edgepipe.telemetry.audit import read_audit
 from tests.support.processes.nodes import Nodes, children_of, idle
 from tests.support.processes.waiting import until
 
-_LEFT = ["identity", "incarnation", "node.log", "trust"]
+_LEFT = ["batches", "identity", "incarnation", "node.log", "trust"]
 
 
 @pytest.fixture

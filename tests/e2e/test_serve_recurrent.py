@@ -37,7 +37,7 @@ pytestmark = [
 ]
 FAMILY = "qwen35"
 PROMPT = np.random.default_rng(5).integers(3, 60, 90).tolist()
-NUM_TOKENS = 24
+NUM_TOKENS = 80  # half a second: a kill comes in time
 LEAST_GAP = 1e-3  # of the largest logit, between the two best: float32 decides it
 JOIN_S = 120.0  # two backends are imported and measured at once
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -111,12 +111,13 @@ async def test_a_prompt_is_answered_and_then_known_up_to_its_snapshot(served: Se
 async def test_an_answer_goes_on_after_each_stage_was_killed(served: Served) -> None:
     for victim in range(2):
         before = (await served.status()).engines[0].epoch.counter
+        stage = serving_stage(await served.status(victim))
         streams = [Stream(PROMPT, NUM_TOKENS, model="hybrid") for _ in range(2)]
         async with asyncio.TaskGroup() as tasks:
             for stream in streams:
                 tasks.create_task(stream.run(served.nodes[0].http_port))
             await asyncio.gather(*(stream.has(3) for stream in streams))
-            serving_stage(await served.status(victim)).kill()
+            stage.kill()
         for stream in streams:
             assert stream.error is None, stream.error
             assert stream.ids == served.ids

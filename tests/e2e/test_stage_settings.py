@@ -27,6 +27,10 @@ SETTINGS = StageSettings(
     activation_type=ActivationType.FLOAT32,
     context_length=64,  # the short factors of a model whose own context has the long ones
     block_size=BLOCK_SIZE,  # chosen by the nodes
+    most_slots=9,
+    kv_ram="1000000",
+    draft_model="other",
+    draft_hash="abc",
 )
 
 
@@ -64,14 +68,14 @@ async def test_every_setting_reaches_every_stage_and_every_measurement(nodes: No
     await a.until(lambda status: idle(status, 2))
     async with b.admin() as admin:
         survey = await admin.survey("tiny", SETTINGS)
-    assert survey.settings == SETTINGS.of_layer()
+    assert survey.settings == SETTINGS
     assert all(machine.layer is not None for machine in survey.machines), "both were measured"
     measured = recorded(tmp_path / "recorded")
     engine = await b.serve("tiny", options=ServeSpec(model="tiny", settings=SETTINGS, num_nodes=2))
     assert len(engine.stages) == 2
     served = [note for note in recorded(tmp_path / "recorded") if note["served"]]
     assert len(served) == 2
-    expected = texts(SETTINGS) | {"context_length": "0", "config": repr(served_config(config, 64))}
+    expected = texts(SETTINGS.of_backend()) | {"config": repr(served_config(config, 64)), "block_size": str(BLOCK_SIZE)}
     assert [note | expected for note in served] == served
     assert config != served_config(config, 64)
     assert len(measured) == 2

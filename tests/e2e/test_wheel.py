@@ -1,13 +1,20 @@
-"""The wheel works outside the checkout: it holds every package, declares the backends, and the command runs from it."""
+"""The wheel works outside the checkout: its packages, backends, command, cluster and page."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from edgepipe_emulated import emulated_model_config
 
-ROOT = Path(__file__).parent.parent.parent
+import edgepipe
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.processes.wheels import build_wheel
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +22,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel's contents, as pip lays them out."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
-    subprocess.run(build, check=True, timeout=100)
-    (wheel,) = folder.glob("edgepipe-*.whl")
+    wheel = build_wheel(folder)
     target = folder / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(target), str(wheel)], check=True, timeout=100)
     return target
@@ -57,4 +62,53 @@ def test_backends_are_found_by_entry_point(installed: Path, tmp_path: Path) -> N
 def test_the_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     done = run(installed, tmp_path, "-c", "import sys; from edgepipe.cli.main import main; sys.exit(main())", "version")
     assert done.returncode == 0, done.stderr
-    assert "0.1.0" in done.stdout
+    assert f"edgepipe {edgepipe.__version__} " in done.stdout
+    assert (installed / f"edgepipe-{edgepipe.__version__}.dist-info").is_dir()
+
+
+def test_a_cluster_of_the_wheel_answers_and_serves_its_page(installed: Path, tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=4, context_length=256))
+    ModelStore(tmp_path / "models").pull(str(tmp_path / "tiny"))
+    flags = (
+        "--nodes",
+        "1",
+        "--backends",
+        "emulated",
+        "--backend-option",
+        "time_factor=0",
+        "--model",
+        "tiny",
+        "--serve",
+    )
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-m", "edgepipe.cli", "demo", *flags, "--models-dir", str(tmp_path / "models")],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PYTHONPATH": str(installed), "HOME": str(tmp_path), "EDGEPIPE_INTERFACE": "127.0.0.1"}
+        | {"EDGEPIPE_LOCAL_KEY": "no"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert demo.stdout is not None
+        lines: list[str] = []
+        for line in demo.stdout:
+            lines.append(line)
+            if "ready at http" in line:
+                break
+        ready = re.search(r"ready at (http://\S+)/v1", "".join(lines))
+        assert ready, "".join(lines)
+        with httpx.Client(base_url=ready.group(1), timeout=30, trust_env=False) as http:
+            index = http.get("/", headers={"accept": "text/html"})
+            assets = re.findall(r'(?:src|href)="(/[^"]+)"', index.text)
+            assert assets
+            assert {http.get(asset).status_code for asset in assets} == {200}
+            answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4}).json()
+        assert answer["usage"]["completion_tokens"] == 4
+    finally:
+        demo.send_signal(signal.SIGINT)
+        rest, _ = demo.communicate(timeout=60)
+    assert "all stopped" in rest
+    assert demo.returncode == 0

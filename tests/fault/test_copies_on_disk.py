@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edgepipe.cli.views.copies_view import copies_of
+from edgepipe.cluster.model_copies import copies_of
 from edgepipe.errors import PlanInvalid
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.store.pull import Puller

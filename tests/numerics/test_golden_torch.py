@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from tests.support.numerics.golden_ids import assert_forced, assert_greedy, items
@@ -13,7 +15,11 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
 
+from edgepipe.backend.drafting import Drafter, Drafts, DraftSource  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
+from edgepipe.sampling.lookup import LookupDrafter  # noqa: E402
+from edgepipe.stage.draft_child import DraftRunner  # noqa: E402
+from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 
 ITEMS = items()
 
@@ -45,6 +51,59 @@ def test_free_running_ids_are_the_references_up_to_the_first_near_tie(pipeline: 
 def test_top_one_on_the_references_tokens_is_the_references(pipeline: Pipeline) -> None:
     for item in ITEMS:
         assert_forced(pipeline.forced(item.prompt_ids, item.greedy_ids), item)
+
+
+class RandomDrafter:
+    """The reference's next tokens, each with a probability of 0.7, else anything."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+        self._at = 0
+        self._random = random.Random(1)
+
+    def propose(self, tokens: Sequence[int], count: int) -> Drafts:
+        self._at += len(tokens)
+        ids = [each if self._random.random() < 0.7 else 7 for each in self._ids[self._at : self._at + count]]
+        return Drafts(tuple(ids), (DraftSource.MODEL,) * len(ids))
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "random"])
+def test_windows_of_drafts_give_the_references_ids(pipeline: Pipeline, drafts: str) -> None:
+    turns = tokens = 0
+    for item in sorted(ITEMS, key=lambda item: len(item.prompt_ids))[:4]:
+        lookup = drafts == "lookup"
+        drafter: Drafter = LookupDrafter(item.prompt_ids) if lookup else RandomDrafter(item.greedy_ids)
+        ids, steps = pipeline.greedy_windows(item.prompt_ids, min(item.num_decided, 40), drafter)
+        assert_greedy(ids, item)
+        turns, tokens = turns + steps, tokens + len(ids)
+    assert turns < tokens * (0.95 if drafts == "lookup" else 0.6)
+
+
+class ModelsGuesses:
+    """The guesses of a draft model, as its process gives them."""
+
+    def __init__(self, runner: DraftRunner, prompt: Sequence[int]) -> None:
+        self._runner = runner
+        self._ids = [*prompt]
+
+    def propose(self, tokens: Sequence[int], count: int) -> Drafts:
+        self._ids += tokens
+        _, ids = self._runner.guess(np.array(self._ids, np.int32), count)
+        return Drafts(tuple(ids), (DraftSource.MODEL,) * len(ids))
+
+
+@pytest.mark.parametrize("draft", ["itself", "random"])
+def test_a_draft_model_gives_the_references_ids(pipeline: Pipeline, demo_weights: BF16Weights, draft: str) -> None:
+    vocab_size = demo_weights.config.vocab_size
+    tiny = TinyWeights(tiny_config(num_layers=2, vocab_size=vocab_size, context_length=2048))
+    backend = TorchBackend(BackendOptions(device="cpu", dtype="float32", threads=1))
+    runner = DraftRunner(backend, demo_weights if draft == "itself" else tiny, vocab_size=vocab_size)
+    item = min(ITEMS, key=lambda item: len(item.prompt_ids))
+    drafter = ModelsGuesses(runner, item.prompt_ids)
+    ids, turns = pipeline.greedy_windows(item.prompt_ids, min(item.num_decided, 30), drafter)
+    assert_greedy(ids, item)
+    assert (turns < len(ids) * 0.35) == (draft == "itself")
+    backend.close()
 
 
 @pytest.mark.parametrize(

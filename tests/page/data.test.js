@@ -4,6 +4,9 @@ import { test } from "node:test";
 import { EventReader } from "../../edgepipe/page/data/events.js";
 import { SECONDS, byMinute, withSample } from "../../edgepipe/page/data/history.js";
 import { clusterNews, modelNews } from "../../edgepipe/page/data/news.js";
+import { firstTokenS, phases, quantile, withRequests } from "../../edgepipe/page/data/requests.js";
+import { EMPTY, after } from "../../edgepipe/page/data/state.js";
+import { newestEnd, stageFigures, traceJson, withSteps } from "../../edgepipe/page/data/steps.js";
 import { bytes, duration, milliseconds, short } from "../../edgepipe/page/data/units.js";
 
 test("events are the same wherever the stream is cut", () => {
@@ -63,4 +66,60 @@ test("news say what recovers, what is away and what to type", () => {
   const texts = clusterNews(view, 120).map((news) => news.text);
   assert.equal(texts[0], "pc does not answer.");
   assert.match(texts[1], /^laptop is asleep since \d\d:\d\d\.$/);
+});
+
+test("requests that changed replace the ones before, newest first", () => {
+  const row = (id, at_s, more = {}) => ({ id, at_s, queue_s: 1, prefill_s: 2, decode_s: null, whole_s: null, ...more });
+  const before = withRequests([], [row("b", 2), row("a", 1)]);
+  const now = withRequests(before, [row("a", 1, { whole_s: 5, decode_s: 2 }), row("c", 3)]);
+  assert.deepEqual(now.map((each) => each.id), ["c", "b", "a"]);
+  assert.equal(now[2].whole_s, 5);
+  assert.equal(withRequests([], Array.from({ length: 500 }, (_, index) => row(`r${index}`, index))).length, 200);
+});
+
+test("the phases of a request last as long as the request", () => {
+  const done = { at_s: 10, queue_s: 1, prefill_s: 2, decode_s: 4, whole_s: 7 };
+  assert.deepEqual(phases(done, 99), [{ phase: "queue", seconds: 1 }, { phase: "prefill", seconds: 2 }, { phase: "decode", seconds: 4 }]);
+  const reads = { at_s: 10, queue_s: 1, prefill_s: null, decode_s: null, whole_s: null };
+  assert.deepEqual(phases(reads, 15), [{ phase: "queue", seconds: 1 }, { phase: "prefill", seconds: 4 }]);
+  assert.deepEqual([firstTokenS(done), firstTokenS(reads)], [3, null]);
+  const left = { at_s: 10, queue_s: null, prefill_s: null, decode_s: null, whole_s: 3 };
+  assert.deepEqual(phases(left, 99), [{ phase: "queue", seconds: 3 }]);
+});
+
+test("a quantile leaves out what is not known", () => {
+  assert.equal(quantile([null, 3, 1, 2], 0.5), 2);
+  assert.equal(quantile([null], 0.5), null);
+  assert.equal(quantile([1, 2], 1), 2);
+});
+
+const stepRow = (step, ...times) => [step, 3, 0, 2, step * 100, 5, ...times];
+
+test("steps come once, in order, and another epoch begins anew", () => {
+  let trace = withSteps({ model: "", epoch: 0, steps: [] }, { model: "m", epoch: 1, now_us: 0, steps: [stepRow(2, 200, 50, 260, 40), stepRow(1, 100, 50, 160, 40)] });
+  trace = withSteps(trace, { model: "m", epoch: 1, now_us: 0, steps: [stepRow(2, 200, 50, 260, 40), stepRow(3, 300, 50, 360, 40)] });
+  assert.deepEqual(trace.steps.map((step) => step.step), [1, 2, 3]);
+  assert.deepEqual(trace.steps[0].spans, [{ begin: 100, length: 50 }, { begin: 160, length: 40 }]);
+  assert.equal(newestEnd(trace.steps), 400);
+  const [first, second] = stageFigures(trace.steps, 100, 400);
+  assert.deepEqual([first.busy, first.step_ms, first.wait_ms], [0.5, 0.05, 0.05]);
+  assert.equal(second.busy, 0.4);
+  assert.deepEqual(withSteps(trace, { model: "m", epoch: 2, now_us: 0, steps: [] }).steps, []);
+});
+
+test("an exported trace has a thread for each stage and an event for each span", () => {
+  const trace = withSteps({ model: "", epoch: 0, steps: [] }, { model: "m", epoch: 1, now_us: 0, steps: [stepRow(7, 700, 50, 760, 40)] });
+  const { traceEvents } = JSON.parse(traceJson(trace, ["gamer", "studio"]));
+  assert.deepEqual(traceEvents.map((each) => [each.ph, each.tid]), [["M", 0], ["M", 1], ["X", 0], ["X", 1]]);
+  assert.deepEqual([traceEvents[3].ts, traceEvents[3].dur, traceEvents[3].cat], [760, 40, "micro-batch 1"]);
+});
+
+test("events add up, and a new connection begins with what the node knows", () => {
+  let state = after(EMPTY, "requests", [{ id: "a", at_s: 1 }]);
+  state = after(state, "tasks", [{ id: "t" }]);
+  assert.deepEqual([state.requests.length, state.tasks.length], [1, 1]);
+  state = after(state, "history", { models: {} });
+  assert.deepEqual([state.requests.length, state.tasks.length], [0, 1]);
+  assert.equal(after(state, "steps", null), state);
+  assert.equal(after(state, "of another version", {}), state);
 });

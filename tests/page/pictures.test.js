@@ -1,6 +1,7 @@
 // Layouts of the pictures: pure functions of data.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { layoutGantt } from "../../edgepipe/page/pictures/gantt.js";
 import { layoutMemory, total, used } from "../../edgepipe/page/pictures/memory.js";
 import { CARD, layoutRing } from "../../edgepipe/page/pictures/ring_layout.js";
 import { slowest } from "../../edgepipe/page/pictures/ring.js";
@@ -67,4 +68,17 @@ test("the newest sample is at the right edge and the highest at the top", () => 
   assert.deepEqual(points[1], [544, 8]);
   assert.equal(layout.predicted, "", "without a prediction there is no dashed line");
   assert.equal(layoutSpeed([], 550, 170).speed, "");
+});
+
+test("bars of a chart are inside its window and its rows", () => {
+  const steps = [1, 2, 3].map((step) => ({
+    step, decode_rows: 1, prompt_tokens: step === 2 ? 64 : 0, micro_batches: 2, planned_us: 0, used_blocks: 0,
+    spans: [{ begin: step * 100, length: 80 }, { begin: step * 100 + 90, length: 30 }],
+  }));
+  const bars = layoutGantt(steps, 150, 400, 500);
+  assert.equal(bars.length, 6);
+  for (const bar of bars) assert.ok(bar.x >= 96 && bar.x + bar.width <= 494.001 && bar.width >= 0.5);
+  assert.deepEqual(bars.map((bar) => bar.prompt), [false, false, true, true, false, false]);
+  assert.equal(new Set(bars.map((bar) => bar.y)).size, 2);
+  assert.deepEqual(layoutGantt(steps, 5000, 6000, 500), []);
 });

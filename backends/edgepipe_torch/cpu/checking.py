@@ -37,7 +37,7 @@ from edgepipe_torch.cpu.layout import integer_levels
 from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS
 from edgepipe_torch.cpu.step_code import ATTEND_JOB
 from edgepipe_torch.cpu.tiled_weight import NUMBERS
-from edgepipe_torch.layers.packed_kv import encode
+from edgepipe_torch.layers.kv_codes import Codes, KVCodes, codes_of
 
 V = TypeVar("V", np.uint32, np.float16, np.float32)
 
@@ -205,30 +205,33 @@ def step_error(kernels: KernelCalls) -> float:
     return worst
 
 
-def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels, *, packed_kv: bool) -> float:
+def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels, *, kv: str) -> float:
     """Return the largest error of rotation and attention, without and with sinks: runs and scattered keys.
 
     sizes  of a head, and of the part of a key that is its value; 0: values are apart
+    kv     form of the KV; empty: float32
     """
     rng = np.random.default_rng(7)
     head_dim, value_width = sizes
     count, entries = len(_LENGTHS), _KV_HEADS if value_width else 2 * _KV_HEADS
     qkv = _normal(rng, count, _HEADS + 2 * _KV_HEADS, head_dim)
     pool = _normal(rng, _SLOTS, entries, head_dim)
-    arrays = encode(pool) if packed_kv else (pool,)
-    worst = 0.0 if value_width else _rotation_error(heads, qkv, arrays, rng)
-    pool = _values(arrays)
+    form = codes_of(kv, head_dim, value_width) if kv else None
+    arrays: Sequence[Tensor] = (pool,) if form is None else form.encode(pool)
+    worst = 0.0 if value_width else _rotation_error(heads, qkv, arrays, form, rng)
+    pool = _values(arrays, form)
     scattered = [rng.permutation(_SLOTS)[:length] if index % 2 else None for index, length in enumerate(_LENGTHS)]
     table = np.zeros((count, 4), np.int64)
     for index, (length, places) in enumerate(zip(_LENGTHS, scattered, strict=True)):
         table[index] = index, index, 0 if places is None else places.ctypes.data, length
-    queries, sinks, scale = qkv[:, :_HEADS], _normal(rng, _HEADS), 0.7 * head_dim**-0.5
+    sinks, scale = _normal(rng, _HEADS), 0.7 * head_dim**-0.5
+    expected = _turned(qkv[:, :_HEADS], form) * scale
     keys_of = [
         pool[index : index + length] if places is None else pool[torch.from_numpy(places)]
         for index, (length, places) in enumerate(zip(_LENGTHS, scattered, strict=True))
     ]
     for threads, sunk in itertools.product((1, 2) if kernels.parallel else (1,), (sinks, None)):
-        out = torch.empty(count, _HEADS, value_width or head_dim)
+        out, queries = torch.empty(count, _HEADS, value_width or head_dim), qkv.clone()[:, :_HEADS]
         room = (_SLOTS + 8) * (_HEADS // _KV_HEADS)
         scores = torch.empty(threads * room)
         values = {
@@ -242,7 +245,7 @@ def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels,
             "items": count * _HEADS,
             "heads": _HEADS,
             "shared": _HEADS // _KV_HEADS,
-            "pitch": pool.stride(0),
+            "pitch": arrays[0].stride(0),
             "scores": scores.data_ptr(),
             "room": room,
             "calls": kernels.openmp,
@@ -251,12 +254,14 @@ def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels,
         }
         job = np.array([values.get(name, 0) for name in ATTEND_JOB], np.int64)
         heads.attend.call(job.ctypes.data)
-        for index, kv in enumerate(keys_of):
-            worst = _larger(worst, _attention_error(out[index], queries[index] * scale, kv, sunk))
+        for index, seen in enumerate(keys_of):
+            worst = _larger(worst, _attention_error(_turned(out[index], form), expected[index], seen, sunk))
     return worst
 
 
-def _rotation_error(heads: HeadKernels, qkv: Tensor, arrays: Sequence[Tensor], rng: np.random.Generator) -> float:
+def _rotation_error(
+    heads: HeadKernels, qkv: Tensor, arrays: Sequence[Tensor], form: KVCodes | None, rng: np.random.Generator
+) -> float:
     """Return the largest error of rotated qkv, which changes, and of what is written to a pool's arrays."""
     count, head_dim = len(qkv), qkv.shape[-1]
     rotations = torch.polar(torch.ones(count, head_dim // 2), _normal(rng, count, head_dim // 2))
@@ -264,22 +269,26 @@ def _rotation_error(heads: HeadKernels, qkv: Tensor, arrays: Sequence[Tensor], r
     turned = torch.view_as_complex(qkv.double().unflatten(-1, (-1, 2))) * rotations.to(torch.complex128).unsqueeze(1)
     expected = torch.view_as_real(turned).flatten(-2)
     expected[:, _HEADS + _KV_HEADS :] = qkv[:, _HEADS + _KV_HEADS :]
-    expected_pool = _values(arrays)
-    expected_pool[slots] = expected[:, _HEADS:]
+    expected_pool = _values(arrays, form)
+    expected_pool[slots] = _turned(expected[:, _HEADS:], form)
     addresses = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in arrays))
     heads.rotate.call(*addresses, count, _HEADS, _KV_HEADS)
     worst = _larger(0.0, (qkv - expected) / (_FLOAT32_SUMS * (expected.abs() + 1)))
-    pool = _values(arrays)
-    rounding = arrays[-1].double().unsqueeze(-1) / 2 if len(arrays) > 1 else 0.0
+    pool = _values(arrays, form)
+    rounding = 0.0 if form is None else form.steps(Codes(*arrays)).double() / 2
     return _larger(worst, (pool - expected_pool) / (_FLOAT32_SUMS * (expected_pool.abs() + 1) + rounding))
 
 
-def _values(arrays: Sequence[Tensor]) -> Tensor:
-    """Return a copy of a pool's values [slots, entries, D] in float64."""
-    if len(arrays) == 1:
-        return arrays[0].double()
-    codes, scales = arrays
-    return codes.double() * scales.double().unsqueeze(-1)
+def _values(arrays: Sequence[Tensor], form: KVCodes | None) -> Tensor:
+    """Return a copy of a pool's values [slots, entries, D] in float64, turned as its form keeps them."""
+    return arrays[0].double() if form is None else form.widen(Codes(*arrays), torch.float32).double()
+
+
+def _turned(vectors: Tensor, form: KVCodes | None) -> Tensor:
+    """Rotate vectors [..., n] in float64 as a form keeps them."""
+    if form is None:
+        return vectors.double()
+    return vectors.double() @ form.turned(torch.eye(vectors.shape[-1])).double()
 
 
 def _attention_error(found: Tensor, queries: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import numpy.typing as npt
 import psutil
 import torch
-from torch import Tensor
 
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile, KernelError
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
@@ -21,6 +20,7 @@ from edgepipe.weights.resident import WIDE
 from edgepipe.weights.stored_weight import Rows, StoredWeight
 from edgepipe_torch.cpu.dot_attention import attend
 from edgepipe_torch.cpu.experts import CpuExperts
+from edgepipe_torch.cpu.kernel_errors import cpu_kernel_errors
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.linear import HalfLinear, TiledLinear, half_works
 from edgepipe_torch.cpu.packed import PackedCpuLinear, RouterLinear, multiplies_floats
@@ -41,7 +41,7 @@ from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, ReadWei
 from edgepipe_torch.layers.measuring import CPU_MEASURED, bandwidth, dtype_name, matrix_rate
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
-from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.routing import Choose
 from edgepipe_torch.layers.step_ops import StepOps, TorchOps
@@ -56,16 +56,19 @@ class CpuDevice(Device):
     block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
 
     def __init__(
-        self, dtype: torch.dtype, *, packed: bool = True, packed_kv: bool = False, kernels: Kernels | None = None
+        self, dtype: torch.dtype, *, packed: bool = True, kv: str = "", kernels: Kernels | None = None
     ) -> None:
-        """``packed``: weights with a form stay so where this type allows. ``kernels``: None for this process's."""
+        """``packed``: weights with a form stay so where this type allows. ``kv``: form of the KV; empty: ``dtype``.
+
+        kernels  None for this process's
+        """
         self.place = torch.device("cpu")
         self.dtype = dtype
         self.packed = packed and dtype == torch.float32
         self.packing = "torch-cpu" if packed else WIDE
         self.transfer: Transfer = HostTransfer()
         self.cache: ShardCache | None = None  # file of repacked weights, which may still be written
-        self._packed_kv = packed_kv
+        self._kv = kv
         self._given = kernels
         self._reset()
 
@@ -83,6 +86,9 @@ class CpuDevice(Device):
             block_sizes=self.block_sizes,
             contiguous_kv=True,
         )
+
+    def kernel_errors(self) -> Iterator[KernelError]:
+        return cpu_kernel_errors(self._kernels)
 
     def free_bytes(self) -> int:
         return psutil.virtual_memory().available
@@ -139,10 +145,10 @@ class CpuDevice(Device):
         return each
 
     def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
-        """See ``Device``. Kernels are for packed weights or 8-bit KV."""
-        wanted = self._packed_kv or (self.packed and has_packed)
+        """See ``Device``. Kernels are for packed weights or KV as codes."""
+        wanted = bool(self._kv) or (self.packed and has_packed)
         if wanted and self.dtype == torch.float32 and kernels_fit(config):
-            self._ops = compiled_ops(self._kernels, config, self.workspace, packed_kv=self._packed_kv)
+            self._ops = compiled_ops(self._kernels, config, self.workspace, kv=self._kv)
         if self._ops is None:
             return TorchOps(config)
         self._ops.compile_mixers(mixers)
@@ -201,11 +207,13 @@ class CpuSteps(SliceSteps):
             return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops, dot_attention=attend)
         return SequenceAttention(prepared, pool, self._masks, self._ops, dot_attention=attend)
 
-    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
+    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Replayed | None:
         if self._replays is None or not can_replay_decode(prepared.layout, head=self._head):
             return None
         found = self._replays.run(prepared, lambda hidden: self._ends.fill(inputs, hidden))
-        return self._decoder.shaped(found.clone()) if self._head else self._ends.encode(found)
+        if not self._head:
+            return Replayed(self._ends.encode(found.output), None)
+        return Replayed(self._decoder.shaped(found.output.clone()), found.finals)
 
 
 def _cpu_name() -> str:

@@ -20,7 +20,7 @@ from edgepipe_torch.cpu.checking import head_error, product_error, step_error
 from edgepipe_torch.cpu.frame import frame_module
 from edgepipe_torch.cpu.group_code import group_functions
 from edgepipe_torch.cpu.kinds import Kind
-from edgepipe_torch.cpu.kv_code import packed_head_module
+from edgepipe_torch.cpu.kv4_code import packed_head_module
 from edgepipe_torch.cpu.product_code import ProductCode
 from edgepipe_torch.cpu.recurrent_checking import recurrent_error
 from edgepipe_torch.cpu.recurrent_code import StepForm, recurrent_module
@@ -88,21 +88,23 @@ class CpuKernels(KernelCalls):
         """Raises KernelsUnavailable, also if the functions that every model needs compute wrong values here."""
         self._compiler = compiler
         self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
-        # Keys: the head's sizes, and whether KV is packed.
-        self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}
+        # Keys: the head's sizes, and the form of the KV.
+        self._heads: dict[tuple[int, int, str], HeadKernels | KernelsUnavailable] = {}
         self._repacks: dict[str, Native | KernelsUnavailable] = {}  # keys are GGUF types
         self._recurrent: dict[StepForm, Native | KernelsUnavailable] = {}
         super().__init__(self._compile(frame_module(group_functions())), self._compile(vector_module()))
         _refuse_wrong("norms and SwiGLU", step_error(self))
 
-    def heads(self, head_dim: int, value_width: int = 0, *, packed_kv: bool = False) -> HeadKernels:
-        """Return the kernels for heads of a size, a multiple of 8, with float32 or 8-bit KV; see ``head_module``.
+    def heads(self, head_dim: int, value_width: int = 0, *, kv: str = "") -> HeadKernels:
+        """Return the kernels for heads of a size, a multiple of 8; see ``head_module``.
+
+        kv  form of the KV; empty: float32
 
         Raises KernelsUnavailable.
         """
-        form = head_dim, value_width, packed_kv
+        form = head_dim, value_width, kv
         if form not in self._heads:
-            name = f"heads of {head_dim}{' with 8-bit KV' if packed_kv else ''}"
+            name = f"heads of {head_dim}{f' with {kv} KV' if kv else ''}"
             self._heads[form] = _result_or_reason(name, lambda: self._load_heads(*form))
         return _or_raise(self._heads[form])
 
@@ -147,12 +149,12 @@ class CpuKernels(KernelCalls):
         _refuse_wrong(form.name, recurrent_error(self, form, found))
         return found
 
-    def _load_heads(self, head_dim: int, value_width: int, packed_kv: bool) -> HeadKernels:
-        make = packed_head_module if packed_kv else head_module
-        engine = self._compile(make(head_dim, value_width))
-        rotate = Native(engine, "rotate", 8 if packed_kv else 7)
+    def _load_heads(self, head_dim: int, value_width: int, kv: str) -> HeadKernels:
+        text = packed_head_module(kv, head_dim, value_width) if kv else head_module(head_dim, value_width)
+        engine = self._compile(text)
+        rotate = Native(engine, "rotate", 8 if kv else 7)
         found = HeadKernels(rotate=rotate, attend=Native(engine, "attend", 1))
-        _refuse_wrong(f"attention of {head_dim}", head_error(self, (head_dim, value_width), found, packed_kv=packed_kv))
+        _refuse_wrong(f"attention of {head_dim}", head_error(self, (head_dim, value_width), found, kv=kv))
         return found
 
     def _compile(self, text: str) -> Any:

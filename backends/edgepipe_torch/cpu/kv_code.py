@@ -1,4 +1,4 @@
-"""LLVM code for 8-bit KV: rotation with the write of codes, and attention that reads them.
+"""LLVM code for KV as codes: rotation with the write of codes, and attention that reads them. Code of 8 bits.
 
 All heads of a query that share keys attend together, so that codes are widened once for them, 8 keys at a time.
 
@@ -8,6 +8,7 @@ T rows, Hq and Hkv heads, D head dim (a multiple of 8), L keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from edgepipe_torch.cpu.ir_text import Function, float_constant
 from edgepipe_torch.cpu.ir_vectors import (
@@ -33,21 +34,88 @@ from edgepipe_torch.cpu.step_code import (
     step_declarations,
     whole,
 )
-from edgepipe_torch.layers.packed_kv import HIGHEST_CODE, LEAST_SCALE, SCALE_FACTOR
+from edgepipe_torch.layers.kv_codes import HIGHEST_CODE, LEAST_SCALE, SCALE_FACTOR
 
 _KEYS = 8  # keys that one turn of a loop takes
 _SUMS = 8  # vectors of an output that registers hold
 
 
-def packed_head_module(head_dim: int, value_width: int) -> str:
-    """Return a module with ``rotate`` and ``attend`` for heads of ``head_dim`` with 8-bit KV; see ``head_module``."""
-    parts = [_rotate(head_dim), _attend_items(head_dim, value_width), *attend_functions()]
+class CodeForm(Protocol):
+    """How code reads and writes one form of KV, for heads of one size."""
+
+    head_dim: int
+    code_bytes: int  # of a vector
+    scale_type: str
+    num_scales: int  # of a vector
+
+    def functions(self) -> list[str]:
+        """Return what a module needs beside ``rotate`` and ``attend``."""
+        ...
+
+    def encode(self, code: Function, source: str, codes: str, scales: str) -> None:
+        """Write the codes and scales of D floats."""
+        ...
+
+    def widen(self, code: Function, codes: Sequence[str], scales: Sequence[str], wide: str, size: int) -> str | None:
+        """Write the first ``size`` values of 8 vectors to ``wide`` [8, size]; return their factors, or None."""
+        ...
+
+    def turn(self, code: Function, vector: str, size: int) -> None:
+        """Rotate ``size`` floats in place; see ``KVCodes.turned``."""
+        ...
+
+
+def code_module(form: CodeForm, value_width: int) -> str:
+    """Return a module with ``rotate`` and ``attend`` for a form of KV; see ``head_module``. Queries change."""
+    parts = [*form.functions(), _rotate(form), _attend_items(form, value_width), *attend_functions()]
     ends = ["declare i64 @llvm.smax.i64(i64, i64)", "declare i64 @llvm.smin.i64(i64, i64)"]
     return "\n".join([*parts, *ends, f"declare {EIGHT} @llvm.fabs.v8f32({EIGHT})", *step_declarations()])
 
 
-def _rotate(head_dim: int) -> str:
-    """Write ``rotate``: as for float KV, but write codes and scales; see ``packed_kv.encode``."""
+class EightBitCode:
+    """See ``kv_codes.EightBits``."""
+
+    scale_type = "half"
+    num_scales = 1
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = self.code_bytes = head_dim
+
+    def functions(self) -> list[str]:
+        return []
+
+    def encode(self, code: Function, source: str, codes: str, scales: str) -> None:
+        scale = _scale(code, source, self.head_dim)
+        code.store("half", scale, scales, align=2)
+        wide = code.splat("float", code.value(f"fpext half {scale} to float"), 8)
+        for place in range(0, self.head_dim, 8):
+            value = code.load(EIGHT, code.at("float", source, str(place)))
+            value = nearest(code, code.value(f"fdiv {EIGHT} {value}, {wide}"))
+            # Of NaNs, which have no code, this makes the lowest.
+            value = smaller(code, larger(code, value, repeated(-HIGHEST_CODE)), repeated(HIGHEST_CODE))
+            whole = code.value(f"fptosi {EIGHT} {value} to {INTS}")
+            narrow = code.value(f"trunc {INTS} {whole} to <8 x i8>")
+            code.store("<8 x i8>", narrow, code.at("i8", codes, str(place)), align=1)
+
+    def widen(self, code: Function, codes: Sequence[str], scales: Sequence[str], wide: str, size: int) -> str | None:
+        for number, source in enumerate(codes):
+            for start in range(0, size, 8):
+                found = code.load("<8 x i8>", code.at("i8", source, str(start)), align=1)
+                whole = code.value(f"sext <8 x i8> {found} to {INTS}")
+                value = code.value(f"sitofp {INTS} {whole} to {EIGHT}")
+                code.store(EIGHT, value, code.at("float", wide, str(number * size + start)), align=32)
+        halves = "poison"
+        for number, place in enumerate(scales):
+            scale = code.load("half", place, align=2)
+            halves = code.value(f"insertelement <8 x half> {halves}, half {scale}, i32 {number}")
+        return code.value(f"fpext <8 x half> {halves} to {EIGHT}")
+
+    def turn(self, code: Function, vector: str, size: int) -> None:
+        pass
+
+
+def _rotate(form: CodeForm) -> str:
+    """Write ``rotate``: as for float KV, but write codes and scales."""
     code = Function(
         "rotate",
         [
@@ -62,23 +130,14 @@ def _rotate(head_dim: int) -> str:
 
         def head(number: str) -> None:
             at = code.add(first, number)
-            source = code.at("float", new, code.mul(number, head_dim))
-            scale = _scale(code, source, head_dim)
-            code.store("half", scale, code.at("half", "%scales", at), align=2)
-            wide = code.splat("float", code.value(f"fpext half {scale} to float"), 8)
-            target = code.at("i8", "%codes", code.mul(at, head_dim))
-            for place in range(0, head_dim, 8):
-                value = code.load(EIGHT, code.at("float", source, str(place)))
-                value = nearest(code, code.value(f"fdiv {EIGHT} {value}, {wide}"))
-                # Of NaNs, which have no code, this makes the lowest.
-                value = smaller(code, larger(code, value, repeated(-HIGHEST_CODE)), repeated(HIGHEST_CODE))
-                whole = code.value(f"fptosi {EIGHT} {value} to {INTS}")
-                narrow = code.value(f"trunc {INTS} {whole} to <8 x i8>")
-                code.store("<8 x i8>", narrow, code.at("i8", target, str(place)), align=1)
+            source = code.at("float", new, code.mul(number, form.head_dim))
+            codes = code.at("i8", "%codes", code.mul(at, form.code_bytes))
+            scales = code.at(form.scale_type, "%scales", code.mul(at, form.num_scales))
+            form.encode(code, source, codes, scales)
 
         code.loop("0", both, head)
 
-    rotate_rows(code, head_dim, store)
+    rotate_rows(code, form.head_dim, store)
     return code.text()
 
 
@@ -96,13 +155,15 @@ def _scale(code: Function, source: str, head_dim: int) -> str:
     return code.value(f"fadd half {scale}, {code.value(f'fsub half {scale}, {scale}')}")
 
 
-def _attend_items(head_dim: int, value_width: int) -> str:
+def _attend_items(form: CodeForm, value_width: int) -> str:
     """Write ``attend_items``; the scores of the heads that share keys lie one after the other."""
+    head_dim = form.head_dim
     code = Function("attend_items", ["ptr %job", "i64 %first", "i64 %end", "ptr noalias %scores"], internal=True)
     field = job_fields(code)
     kv_heads = code.value(f"sdiv i64 {field['heads']}, {field['shared']}")
     out_dim = value_width or head_dim
-    scale_pitch = kv_heads if value_width else code.mul(kv_heads, 2)
+    entries = kv_heads if value_width else code.mul(kv_heads, 2)
+    scale_pitch = code.mul(entries, form.num_scales)
     wide = code.variable(f"[{_KEYS * head_dim} x float]")
     weights = code.variable(EIGHT)
     scale = code.splat("float", float_field(code, field["scale"]), 8)
@@ -121,24 +182,36 @@ def _attend_items(head_dim: int, value_width: int) -> str:
         query = code.at("float", field["queries"], code.add(code.mul(number, field["stride"]), at))
         out_row = code.add(code.mul(number, field["heads"]), head)
         out = code.at("float", field["out"], code.mul(out_row, out_dim))
-        keys = code.at("i8", field["keys"], code.mul(kv_head, head_dim))
-        values = keys if value_width else code.at("i8", keys, code.mul(kv_heads, head_dim))
-        key_scales = code.at("half", field["scales"], kv_head)
-        value_scales = key_scales if value_width else code.at("half", key_scales, kv_heads)
+        keys = code.at("i8", field["keys"], code.mul(kv_head, form.code_bytes))
+        values = keys if value_width else code.at("i8", keys, code.mul(kv_heads, form.code_bytes))
+        key_scales = code.at(form.scale_type, field["scales"], code.mul(kv_head, form.num_scales))
+        value_scales = key_scales
+        if not value_width:
+            value_scales = code.at(form.scale_type, key_scales, code.mul(kv_heads, form.num_scales))
         padded = whole(code, length)
         slots = _Slots(code, start=start, table=table, length=length)
 
         def scores_of(number: str) -> str:
             return code.at("float", "%scores", code.mul(number, padded))
 
-        def score(key: str) -> None:
+        def query_of(number: str) -> str:
+            return code.at("float", query, code.mul(number, head_dim))
+
+        def out_of(number: str) -> str:
+            return code.at("float", out, code.mul(number, out_dim))
+
+        def widen(key: str, codes: str, scales: str, size: int) -> str | None:
             places = slots.of(key)
-            _widen(code, keys, [code.mul(place, field["pitch"]) for place in places], wide, head_dim)
-            factors = _scales(code, key_scales, [code.mul(place, scale_pitch) for place in places])
-            factors = code.value(f"fmul {EIGHT} {factors}, {scale}")
+            each = [code.at("i8", codes, code.mul(place, field["pitch"])) for place in places]
+            theirs = [code.at(form.scale_type, scales, code.mul(place, scale_pitch)) for place in places]
+            return form.widen(code, each, theirs, wide, size)
+
+        def score(key: str) -> None:
+            own = widen(key, keys, key_scales, head_dim)
+            factors = scale if own is None else code.value(f"fmul {EIGHT} {own}, {scale}")
 
             def head(number: str) -> None:
-                sums = _products(code, code.at("float", query, code.mul(number, head_dim)), wide, head_dim)
+                sums = _products(code, query_of(number), wide, head_dim)
                 found = code.value(f"fmul {EIGHT} {sums_of(code, sums)}, {factors}")
                 code.store(EIGHT, found, code.at("float", scores_of(number), key))
 
@@ -156,24 +229,26 @@ def _attend_items(head_dim: int, value_width: int) -> str:
 
             code.loop("0", length, divide, step=_KEYS)
             for place in range(0, out_dim, 8):
-                at = code.at("float", code.at("float", out, code.mul(number, out_dim)), str(place))
+                at = code.at("float", out_of(number), str(place))
                 code.store(EIGHT, "zeroinitializer", at)
 
         def add(key: str) -> None:
-            places = slots.of(key)
-            _widen(code, values, [code.mul(place, field["pitch"]) for place in places], wide, out_dim)
-            factors = _scales(code, value_scales, [code.mul(place, scale_pitch) for place in places])
+            factors = widen(key, values, value_scales, out_dim)
 
             def head(number: str) -> None:
                 weight = code.load(EIGHT, code.at("float", scores_of(number), key))
-                code.store(EIGHT, code.value(f"fmul {EIGHT} {weight}, {factors}"), weights)
-                _add_values(code, code.at("float", out, code.mul(number, out_dim)), weights, wide, out_dim)
+                if factors is not None:
+                    weight = code.value(f"fmul {EIGHT} {weight}, {factors}")
+                code.store(EIGHT, weight, weights)
+                _add_values(code, out_of(number), weights, wide, out_dim)
 
             code.loop("0", count, head)
 
+        code.loop("0", count, lambda number: form.turn(code, query_of(number), head_dim))
         code.loop("0", length, score, step=_KEYS)
         code.loop("0", count, weigh)
         code.loop("0", length, add, step=_KEYS)
+        code.loop("0", count, lambda number: form.turn(code, out_of(number), out_dim))
 
     begun = code.value(f"sdiv i64 %first, {field['shared']}")
     last = code.value(f"sdiv i64 {code.value('sub i64 %end, 1')}, {field['shared']}")
@@ -211,26 +286,6 @@ class _Slots:
 
         code.branch(self._scattered, by_table, by_run)
         return [code.load("i64", slot) for slot in found]
-
-
-def _widen(code: Function, base: str, places: Sequence[str], wide: str, head_dim: int) -> None:
-    """Write codes [8 keys, D] as floats to ``wide``."""
-    for number, place in enumerate(places):
-        source = code.at("i8", base, place)
-        for start in range(0, head_dim, 8):
-            codes = code.load("<8 x i8>", code.at("i8", source, str(start)), align=1)
-            whole = code.value(f"sext <8 x i8> {codes} to {INTS}")
-            value = code.value(f"sitofp {INTS} {whole} to {EIGHT}")
-            code.store(EIGHT, value, code.at("float", wide, str(number * head_dim + start)), align=32)
-
-
-def _scales(code: Function, base: str, places: Sequence[str]) -> str:
-    """Return the scales of 8 keys as floats."""
-    found = "poison"
-    for number, place in enumerate(places):
-        scale = code.load("half", code.at("half", base, place), align=2)
-        found = code.value(f"insertelement <8 x half> {found}, half {scale}, i32 {number}")
-    return code.value(f"fpext <8 x half> {found} to {EIGHT}")
 
 
 def _products(code: Function, query: str, wide: str, head_dim: int) -> list[str]:

@@ -24,7 +24,7 @@ from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
-from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.states import StatePool, StepStates
 
 _MOST_ROWS = 64  # limit of rows; with more, Python's share of a step is small
@@ -64,8 +64,8 @@ class DecodeReplays:
         self._states = states
         self._known: dict[int, _Step] = {}  # one per number of rows
 
-    def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Tensor:
-        """Compute a step. Returns logits [T, V] or hidden [T, H], valid until the next step.
+    def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Replayed:
+        """Compute a step. Its output is logits [T, V] before ``Decoder.shaped``, or hidden [T, H].
 
         ``fill_hidden`` writes the slice's input to a tensor [T, H].
         """
@@ -114,9 +114,9 @@ class _Step:
             states=None if states is None else StepStates.singles(rows, states.zeros),
         )
         self._recording: Recording | None = None
-        self._result = self.hidden
+        self._result = Replayed(self.hidden, None)
 
-    def run(self, prepared: PreparedStep) -> Tensor:
+    def run(self, prepared: PreparedStep) -> Replayed:
         """Compute the step whose input is in ``hidden``."""
         every = (prepared, *prepared.windows)
         for held, to in zip(every, self._tensors.classes, strict=False):
@@ -135,9 +135,13 @@ class _Step:
             self._kernels.replay(self._recording)
         return self._result
 
-    def _compute(self) -> Tensor:
-        hidden = self._decoder.run(self.hidden, self._tensors, self._pool, self._states)
-        return self._decoder.head_product(hidden) if self._decoder.part.head else hidden
+    def _compute(self) -> Replayed:
+        decoder = self._decoder
+        hidden = decoder.run(self.hidden, self._tensors, self._pool, self._states)
+        if not decoder.part.head:
+            return Replayed(hidden, None)
+        finals = decoder.finals(hidden)
+        return Replayed(decoder.head_product(finals), finals if decoder.predicts_more else None)
 
 
 class _Queries:

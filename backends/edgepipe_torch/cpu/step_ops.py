@@ -25,7 +25,7 @@ from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.linear import Workspace
 from edgepipe_torch.layers.recurrent import Mixer
-from edgepipe_torch.layers.step_ops import TorchOps
+from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, TorchOps, norm_parts
 
 
 class CompiledOps:
@@ -34,17 +34,15 @@ class CompiledOps:
     H and D are multiples of 8.
     """
 
-    def __init__(
-        self, kernels: CpuKernels, config: ModelConfig, workspace: Workspace, *, packed_kv: bool = False
-    ) -> None:
-        """``packed_kv``: pools are ``PackedKVStorage``, not ``KVStorage``.
+    def __init__(self, kernels: CpuKernels, config: ModelConfig, workspace: Workspace, *, kv: str = "") -> None:
+        """``kv``: form of the pools' KV; empty: they are ``KVStorage``, not ``PackedKVStorage``.
 
         Raises KernelsUnavailable if kernels compute no layer's attention.
         """
         self.kernels = kernels
-        self.packed_kv = packed_kv
+        self.packed_kv = bool(kv)
         self._others = TorchOps(config)
-        self._heads = _head_kernels(kernels, config, packed_kv=packed_kv)
+        self._heads = _head_kernels(kernels, config, kv)
         self._epsilon = config.norm.eps
         self._workspace = workspace
 
@@ -66,7 +64,16 @@ class CompiledOps:
             heads = heads.view(heads.shape[0], -1)
         self.kernels.normalise(heads, weight, heads, self._epsilon)
 
-    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+    def place(
+        self,
+        qkv: Tensor,
+        rotations: Tensor | None,
+        slots: Tensor,
+        pool: KVPool,
+        heads: LayerHeads,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
+        norm_parts(self, qkv, heads, norms)
         if rotations is None or not self.places(heads):
 
             def place() -> Tensor:
@@ -104,19 +111,17 @@ class CompiledOps:
         return SingleQueries(self, kernels, heads, num_rows, longest, pool, self._workspace)
 
 
-def compiled_ops(kernels: Kernels, config: ModelConfig, workspace: Workspace, *, packed_kv: bool) -> CompiledOps | None:
+def compiled_ops(kernels: Kernels, config: ModelConfig, workspace: Workspace, *, kv: str) -> CompiledOps | None:
     """Return the operations, or None if kernels are missing or compute wrong values on this CPU."""
     if not isinstance(kernels, CpuKernels):
         return None
     try:
-        return CompiledOps(kernels, config, workspace, packed_kv=packed_kv)
+        return CompiledOps(kernels, config, workspace, kv=kv)
     except KernelsUnavailable:
         return None
 
 
-def _head_kernels(
-    kernels: CpuKernels, config: ModelConfig, *, packed_kv: bool
-) -> Mapping[tuple[int, int], HeadKernels]:
+def _head_kernels(kernels: CpuKernels, config: ModelConfig, kv: str) -> Mapping[tuple[int, int], HeadKernels]:
     """Return the kernels of each size of a head and of its value. Raises KernelsUnavailable without any."""
     attentions = [spec.attention for spec in config.layers if spec.attention is not None]
     sizes = dict.fromkeys((each.head_dim, each.latent_width) for each in attentions if each.latent_width % 8 == 0)
@@ -124,7 +129,7 @@ def _head_kernels(
     missing = KernelsUnavailable("no layer's attention has kernels")
     for size in sizes:
         try:
-            found[size] = kernels.heads(*size, packed_kv=packed_kv)
+            found[size] = kernels.heads(*size, kv=kv)
         except KernelsUnavailable as exc:
             missing = exc
     if not found:
@@ -161,7 +166,7 @@ class SingleQueries:
             "items": num_rows * heads.num_heads,
             "heads": heads.num_heads,
             "shared": shared,
-            "pitch": heads.entries * heads.head_dim,
+            "pitch": pool.arrays(heads.layer)[0].stride(0),
             "scores": self._scores.data_ptr(),
             "room": room,
             "calls": self._kernels.openmp,

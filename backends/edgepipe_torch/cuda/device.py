@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy.typing as npt
 import psutil
 import torch
-from torch import Tensor
 
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile, KernelError, SlowPath
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
 from edgepipe.weights.resident import WIDE
 from edgepipe_torch.cuda.experts import CudaExperts, ExpertMatrix, expert_library
 from edgepipe_torch.cuda.graphs import ROWS, DecodeGraphs, can_replay
+from edgepipe_torch.cuda.kernel_errors import cuda_kernel_errors
+from edgepipe_torch.cuda.kernels.library import ExpertLibrary, KernelLibrary, PlaceLibrary, own_library
 from edgepipe_torch.cuda.mixer_steps import StepKernels, own_step_kernels, use_kernels
 from edgepipe_torch.cuda.packed import PackedCudaLinear
 from edgepipe_torch.cuda.paged import PageKernels, step_attention
 from edgepipe_torch.cuda.paging import Paging, find_paging
+from edgepipe_torch.cuda.slow_paths import no_paging, slow_paths
+from edgepipe_torch.cuda.step_ops import make_ops
 from edgepipe_torch.cuda.transfer import CudaTransfer
 from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
-from edgepipe_torch.layers.decoder import Decoder
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.experts import ExpertProducts
 from edgepipe_torch.layers.kv import KVStorage
@@ -33,21 +37,27 @@ from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspa
 from edgepipe_torch.layers.measuring import CPU_MEASURED, Measured, bandwidth, dtype_name, matrix_rate
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
-from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.recurrent import Mixer
-from edgepipe_torch.layers.routing import Choose, choose
-from edgepipe_torch.layers.step_ops import StepOps, TorchOps
+from edgepipe_torch.layers.routing import AddGated, Choose, add_gated, choose
+from edgepipe_torch.layers.step_ops import StepOps
 from edgepipe_torch.layers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_CODES = "serve the model without --kv"
 _MEASURED = Measured(weights=32, shape=(8192, 4096), square=8192)  # 2.2 GB in bf16
+
+
+class OwnKernels(KernelLibrary, ExpertLibrary, PlaceLibrary, Protocol):
+    """Kernels for products, experts and heads."""
 
 
 class CudaDevice(Device):
     """A GPU, in bf16 by default."""
 
     own_memory = True
+    norms_stay = True
     picks_candidates = True
 
     def __init__(
@@ -59,6 +69,7 @@ class CudaDevice(Device):
         packed_kv: bool = False,
         paging: Paging | None = None,
         step_kernels: StepKernels | None = None,
+        kernels: OwnKernels | None = None,
         transfer: Transfer | None = None,
     ) -> None:
         """
@@ -66,16 +77,20 @@ class CudaDevice(Device):
         packed_kv     pools are ``PackedKVStorage``
         paging        of attention over pages and graphs, by default the device's; brings a transfer
         step_kernels  for one token of recurrent layers, by default the device's
+        kernels       for products, experts and heads, by default the device's
         """
+        self._kernels = kernels
         self.place = place
         self.dtype = dtype
         self.packed = packed
         self.packing = "torch-cuda" if packed else WIDE
-        self._paging = paging or find_paging(place, dtype)
+        self._paging: Paging | None = None
+        self._no_paging = KernelsUnavailable("own kernels read no KV as codes", remedy=_WITHOUT_CODES)
+        try:
+            self._paging = None if packed_kv else paging or find_paging(place, dtype)
+        except KernelsUnavailable as exc:
+            self._no_paging = exc
         self._step_kernels = step_kernels or own_step_kernels(place)
-        if packed_kv and self._paging is not None:
-            logger.info("8-bit KV saves memory and costs speed: attention runs without pages and graphs")
-            self._paging = None
         self.transfer: Transfer = self._paging.transfer if self._paging else transfer or CudaTransfer(place)
         self.block_sizes: tuple[int, ...] = (
             (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
@@ -103,6 +118,14 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()  # the measured matrices, whose memory other processes may need
         return found
 
+    def kernel_errors(self) -> Iterator[KernelError]:
+        try:
+            library = own_library(self.place)
+        except KernelsUnavailable as exc:
+            yield KernelError(kernel="all", reason=str(exc))
+            return
+        yield from cuda_kernel_errors(library, self.place, self.dtype)
+
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()  # CUDA counts it as used
         return torch.cuda.mem_get_info(self.place)[0]
@@ -112,17 +135,23 @@ class CudaDevice(Device):
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         if any(parts.forms):
-            return PackedCudaLinear(in_features, sizes, parts.forms, dtype=self.dtype, device=self.place)
+            return PackedCudaLinear(
+                in_features, sizes, parts.forms, dtype=self.dtype, device=self.place, library=self._kernels
+            )
         return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)
 
     def choice(self, how: Router) -> Choose:
-        library = expert_library(self.place, self.dtype) if how.groups == 1 else None
+        library = self._expert_library() if how.groups == 1 else None
         return choose if library is None else library.routing().choose
+
+    def gated_sum(self) -> AddGated:
+        library = self._expert_library()
+        return add_gated if library is None else library.routing().add_gated
 
     def experts(
         self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
     ) -> ExpertProducts:
-        library = expert_library(self.place, self.dtype) if spec.gated else None
+        library = self._expert_library() if spec.gated else None
         if library is None:
             return super().experts(spec, in_features, count, gate_up, down)
         first = ExpertMatrix(
@@ -133,7 +162,12 @@ class CudaDevice(Device):
 
     def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
         use_kernels(mixers, self._step_kernels, self.dtype)
-        return TorchOps(config)
+        return make_ops(config, self._kernels, self.place, self.dtype)
+
+    def slow_paths(self, weights: Sequence[SliceWeights], block_size: int) -> Iterator[SlowPath]:
+        if self._paging is None:
+            return iter((no_paging(self._no_paging),))
+        return slow_paths(self._paging, weights, block_size)
 
     def pads_steps(self, block_size: int) -> bool:
         return self._pages(block_size) is not None
@@ -145,6 +179,9 @@ class CudaDevice(Device):
         self._reset()
         gc.collect()  # the error of a failed load may hold tensors
         torch.cuda.empty_cache()
+
+    def _expert_library(self) -> ExpertLibrary | None:
+        return self._kernels or expert_library(self.place, self.dtype)
 
     def _reset(self) -> None:
         self.workspace = Workspace(self.dtype, self.place)
@@ -189,7 +226,7 @@ class CudaSteps(SliceSteps):
             return step_attention(prepared, pool, self._kernels, masks=self._masks, transfer=self._transfer)
         return SequenceAttention(prepared, pool, self._masks)
 
-    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
+    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Replayed | None:
         if self.graphs is None or not can_replay(prepared.layout, head=self._head):
             return None
         return self.graphs.run(prepared, inputs)
@@ -198,8 +235,7 @@ class CudaSteps(SliceSteps):
 def _new_graphs(allocated: AllocatedSlice, paging: Paging, kernels: PageKernels, dtype: torch.dtype) -> DecodeGraphs:
     pool, plain, ends = allocated.pool, allocated.decoder, allocated.ends
     assert isinstance(pool, KVStorage)
-    decoder = Decoder(plain.config, allocated.weights, Workspace(dtype, pool.device))
-    decoder.classes = plain.classes
+    decoder = plain.with_workspace(Workspace(dtype, pool.device))
     return DecodeGraphs(
         decoder,
         pool,

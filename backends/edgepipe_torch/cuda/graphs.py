@@ -1,16 +1,18 @@
-"""CUDA graphs of pure decode steps: one launch instead of a few hundred.
+"""CUDA graphs of decode steps, windows of drafts included: one launch instead of a few hundred.
 
 Decoding takes about fifteen kernels per layer, and launching them from Python takes longer than running them unless the
 layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, at the second step
-of that size. Surplus rows write to a spare block and a spare slot of states, which no sequence has. One memory pool
-serves all graphs, and a step's inputs arrive as one copy in buffers with fixed addresses.
+of that size. Each token of a window is a row of its own, with its sequence's table. Surplus rows write to a spare block
+and a spare slot of states, which no sequence has. In slices with experts they compute what the first row computes, and
+so choose its experts: others would have to be read. One memory pool serves all graphs, and a step's inputs arrive as
+one copy in buffers with fixed addresses.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.backend.step_layout import StepLayout
+from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
 from edgepipe_torch.cuda.paging import Graph, GraphRecorder, Paging
+from edgepipe_torch.layers.attention import SHORT_ROWS
 from edgepipe_torch.layers.decoder import Decoder
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
-from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.states import StatePool, StepStates, single_slots
 from edgepipe_torch.layers.transfer import GraphTransfer
 
@@ -39,12 +42,22 @@ Finish = Callable[[Tensor], Tensor]
 
 
 def can_replay(layout: StepLayout, *, head: bool) -> bool:
-    """Return whether graphs can hold a step: one token per row, and with the head each row sampled from."""
-    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= ROWS[-1]:
+    """Return whether graphs can hold a step: a few tokens of each sequence, and with the head each sampled from.
+
+    With recurrent layers each sequence has one token: further tokens depend on the state behind those before them.
+    """
+    if layout.scores is not None or not 0 < layout.num_tokens <= ROWS[-1]:
+        return False
+    if any(row.num_tokens > (SHORT_ROWS if row.state is None else 1) for row in layout.rows):
         return False
     if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
         return False
-    return not head or np.array_equal(layout.logit_rows, np.arange(len(layout.rows)))
+    return not head or np.array_equal(layout.logit_rows, np.arange(layout.num_tokens))
+
+
+def _singles(rows: Sequence[RowLayout]) -> Iterator[tuple[int, RowLayout]]:
+    """Yield every token as a query of its own: the tokens that it sees, and its sequence's row."""
+    return ((row.length - row.num_tokens + 1 + at, row) for row in rows for at in range(row.num_tokens))
 
 
 class DecodeGraphs:
@@ -75,13 +88,13 @@ class DecodeGraphs:
         self._travels = travels
         self._known: dict[tuple[int, int], _StepGraph] = {}  # keys: rows and pages
 
-    def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
-        """Return the slice's output for the step's rows. The next step may overwrite it.
+    def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Replayed:
+        """Return the slice's output for the step's rows.
 
         inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """
         layout = prepared.layout
-        rows = next(size for size in ROWS if size >= len(layout.rows))
+        rows = next(size for size in ROWS if size >= layout.num_tokens)
         pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
@@ -89,14 +102,19 @@ class DecodeGraphs:
             graph = self._known[rows, pages] = _StepGraph(fields)
         graph.fields.fill(prepared, inputs, self._transfer)
         graph.run(self._compute, self._recorder)
-        return graph.result[: len(layout.rows)]
+        count, finals = layout.num_tokens, graph.fields.finals
+        return Replayed(graph.result[:count], None if finals is None else finals[:count])
 
     def _compute(self, fields: _Fields) -> Tensor:
         if fields.ids is not None:
             self._decoder.embed(fields.ids, fields.hidden)
         else:
             fields.hidden.copy_(fields.arrived)
-        return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool, self._states))
+        hidden = self._decoder.run(fields.hidden, fields.step, self._pool, self._states)
+        if fields.finals is None:
+            return self._finish(hidden)
+        fields.finals.copy_(self._decoder.finals(hidden))
+        return self._decoder.logits_of(fields.finals)
 
 
 class _StepGraph:
@@ -145,6 +163,9 @@ class _Fields:
         self.rows = rows
         self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.dtype, device=device)
         self.arrived = torch.zeros(rows, config.hidden_size, dtype=travels, device=device)
+        self.finals = torch.zeros_like(self.hidden) if decoder.predicts_more else None
+        # Whether surplus rows repeat the first row. A state that it writes must not be read beside it.
+        self._repeats = decoder.has_experts and states is None
         self._spares = [(each, each * pool.block_size) for each in pool.num_blocks]  # block and slot of each class
         num_classes, num_kinds = len(pool.num_blocks), len(decoder.rotated_pairs)
         held: list[tuple[type[Any], tuple[int, ...]]] = [  # lengths, starts of keys, tables
@@ -193,18 +214,24 @@ class _Fields:
         )
 
     def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: GraphTransfer) -> None:
-        """Send a step's inputs. Rows beyond its own read and write the spare block, and write the spare slot."""
+        """Send a step's inputs. Rows beyond its own write the spare block and slot.
+
+        They read the spare block, too, or all that the first row reads, if they repeat it.
+        """
         layout = prepared.layout
-        count = len(layout.rows)
+        count = layout.num_tokens
         for own, turns in zip(self._rotations, prepared.rotations, strict=True):
             own[:count, 0] = turns
+            own[count:] = own[0]
         for number, (spare, held) in enumerate(zip(self._spares, (layout, *layout.windows), strict=True)):
             slots, (lengths, key_starts, tables) = self._slots[number], self._held[3 * number : 3 * number + 3]
             tables[count:], slots[count:] = spare
             slots[:count], lengths[count:] = held.slots, 1
-            for index, row in enumerate(held.rows):
-                lengths[index] = row.length
+            for index, (length, row) in enumerate(_singles(held.rows)):
+                lengths[index] = length
                 tables[index, : len(row.blocks)] = row.blocks
+            if self._repeats:
+                lengths[count:], tables[count:] = lengths[0], tables[0]
             np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])
         if (states := self._states) is not None:
             self._state_slots[:, count:] = [[states.zeros], [states.spare]]
@@ -213,8 +240,10 @@ class _Fields:
                 self._state_slots[:, index] = single_slots(row.state, states.zeros)
         if self.ids is not None:
             self._ids[:count] = inputs
+            self._ids[count:] = inputs[0]
         else:
-            transfer.upload_to(inputs, self.arrived)
+            surplus = len(self.arrived) - count if self._repeats else 0
+            transfer.upload_to(np.concatenate([inputs, *[inputs[:1]] * surplus]) if surplus else inputs, self.arrived)
         transfer.upload_to(self._host, self._device)
 
 

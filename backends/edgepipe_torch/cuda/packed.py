@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
+from edgepipe.spec.layer_spec import Activation
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe_torch.cuda.kernels.forms import TILE_ROWS, kernel_form, supports, zeros_fit
@@ -31,6 +32,7 @@ from edgepipe_torch.cuda.kernels.products import MOST_ROWS, Products
 from edgepipe_torch.cuda.packed_fallbacks import Int4Weights, UnpackedWeights, WideWeights, multiply_wide, rows_at_once
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.feed_forward import ACTIVATIONS
 from edgepipe_torch.layers.linear import ReadWeight
 
 logger = logging.getLogger(__name__)
@@ -99,8 +101,17 @@ class PackedCudaLinear:
         self._multiply(x, total, add=True)
 
     def swiglu(self, x: Tensor) -> Tensor:
+        return self.activated(x, "silu")
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """See ``GatedProduct``: in the kernel where both parts are one product of whole tiles."""
+        weights = self._weights[0]
+        if len(self._runs) == 1 and isinstance(weights, KernelWeights) and 0 < x.shape[0] <= MOST_ROWS:
+            out = torch.empty(x.shape[0], self._sizes[0], dtype=self._dtype, device=self._device)
+            weights.multiply(x, out, bias=self._bias, add=False, activation=activation)
+            return out
         gate, up = self.rows(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate).mul_(up) if activation == "silu" else ACTIVATIONS[activation](gate, up)
 
     def finish(self) -> None:
         """Do nothing; the weights are complete."""
@@ -183,15 +194,19 @@ class KernelWeights:
         """Raises RuntimeError if scales or zeros are of another kind than those of other parts."""
         self._tiles.fill(first, weight)
 
-    def multiply(self, x: Tensor, out: Tensor, *, bias: Tensor | None, add: bool) -> None:
+    def multiply(
+        self, x: Tensor, out: Tensor, *, bias: Tensor | None, add: bool, activation: Activation | None = None
+    ) -> None:
+        """``activation``: see ``Products.affine_mm``; of up to 64 rows."""
         if self._order is not None:
             x = x.index_select(1, self._order)
         if x.shape[0] > MOST_ROWS:
+            assert activation is None
             self._multiply_many(x, out, bias=bias, add=add)
             return
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        self._products.affine_mm(self._tiles, x, out, bias=bias, add=add)
+        self._products.affine_mm(self._tiles, x, out, bias=bias, add=add, activation=activation)
 
     def take(self, ids: Tensor) -> Tensor:
         tiles = self._tiles

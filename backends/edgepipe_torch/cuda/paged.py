@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
-from edgepipe_torch.cuda.paging import AlsoReturn, PagedDecode, Paging, pages_fit
+from edgepipe_torch.cuda.paging import AlsoReturn, PagedDecode, Paging
 from edgepipe_torch.layers.attention import SHORT_ROWS, CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.dot_attention import beside_sinks
@@ -33,10 +33,11 @@ class PageKernels:
     def __init__(self, paging: Paging, heads: Sequence[LayerHeads]) -> None:
         """Load what the layers need, which may take seconds; log what is missing."""
         self.attend = paging.attend
+        self.fits = paging.fits
         self._decode: dict[int, PagedDecode] = {}  # one per kind of layer
         self._without: set[int] = set()
         for each in heads:
-            if not pages_fit(each) and each.kind not in self._decode and each.kind not in self._without:
+            if not paging.fits(each) and each.kind not in self._decode and each.kind not in self._without:
                 try:
                     self._decode[each.kind] = paging.decode(each)
                 except KernelsUnavailable as exc:
@@ -146,7 +147,7 @@ class PagedAttention:
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows, or for single rows in layers of own kernels. See StepAttention."""
         keys, values = self._pool.pages(heads.layer)
-        if pages_fit(heads):
+        if self._kernels.fits(heads):
             self._run_all(heads, queries, keys, values, out)
         elif (rows := self._singles) is not None:
             decode = self._kernels.decode(heads)
@@ -160,7 +161,9 @@ class PagedAttention:
             # A single query sees all keys. With this window, the kernel lets the heads of a group share their reads,
             # and may split them. With any other split, torch 2.13 gave NaN for sequences shorter than max_k.
             seen, splits = (-1, -1), None
-        found = self._kernels.attend(
+        attend = self._kernels.attend
+        assert attend is not None  # it fits
+        found = attend(
             queries,
             keys,
             values,
@@ -195,7 +198,7 @@ class MixedAttention:
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """See StepAttention."""
-        if pages_fit(heads):
+        if self._kernels.fits(heads):
             self._paged.run(heads, queries, out)
         elif self._kernels.decode(heads) is None:
             self._others.run(heads, queries, out)

@@ -2,7 +2,8 @@
 
 CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
 bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
-latent attention and capped logits: there an own kernel computes single rows (``kernels/paged_decode.py``).
+latent attention and capped logits: there, and for all heads with an older torch, an own kernel computes single rows
+(``kernels/paged_decode.py``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor
 from edgepipe_torch.cuda.kernels.library import own_library
 from edgepipe_torch.cuda.kernels.paged_decode import paged_form
 from edgepipe_torch.cuda.transfer import CudaTransfer
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.device import PAGE_TOKENS
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.measuring import dtype_name
 from edgepipe_torch.layers.transfer import GraphTransfer
 
+_MIN_MAJOR = 8  # compute capability of Ampere
 _MAX_HEAD_DIM = 256  # limit of FlashAttention-2
 
 
@@ -69,7 +73,7 @@ class VarlenAttention(Protocol):
 
 
 class PagedDecode(Protocol):
-    """Attention of R single rows over pages, for heads that ``pages_fit`` excludes."""
+    """Attention of R single rows over pages, for heads that ``Paging.fits`` excludes."""
 
     def __call__(
         self,
@@ -133,27 +137,30 @@ class CudaRecorder:
 class Paging:
     """Kernel, recorder and transfer of a device that attends over pages."""
 
-    attend: VarlenAttention  # used in layers that ``pages_fit``
+    attend: VarlenAttention | None  # used in layers that it ``fits``; None: torch has none that reads pages
     decode: Callable[[LayerHeads], PagedDecode]  # used in other layers; raises KernelsUnavailable
     page_tokens: int  # a block holds a multiple of it
     new_recorder: Callable[[], GraphRecorder]
     transfer: GraphTransfer
 
+    def fits(self, heads: LayerHeads) -> bool:
+        """Return whether ``attend`` computes a layer's attention."""
+        excluded = heads.head_dim > _MAX_HEAD_DIM or heads.value_width or heads.softcap
+        return self.attend is not None and not excluded
 
-def pages_fit(heads: LayerHeads) -> bool:
-    """Return whether ``VarlenAttention`` computes a layer's attention."""
-    return heads.head_dim <= _MAX_HEAD_DIM and not heads.value_width and not heads.softcap
 
-
-def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
-    """Return CUDA's paging if device, dtype and torch support it, else None."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] < 8:
-        return None
-    attend = _varlen_attention()
-    if attend is None:
-        return None
+def find_paging(device: torch.device, dtype: torch.dtype) -> Paging:
+    """Return CUDA's paging. Raises KernelsUnavailable if device or dtype do not support it."""
+    if device.type != "cuda":
+        raise KernelsUnavailable("pages need a CUDA device")
+    if dtype != torch.bfloat16:
+        raise KernelsUnavailable(f"attention over pages computes in bf16, not {dtype_name(dtype)}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < _MIN_MAJOR:
+        name = torch.cuda.get_device_name(device)
+        raise KernelsUnavailable(f"attention over pages needs an Ampere or newer card, and {name} is sm_{major}{minor}")
     return Paging(
-        attend=attend,
+        attend=_varlen_attention(),
         decode=lambda heads: _own_kernel(device, heads),
         page_tokens=PAGE_TOKENS,
         new_recorder=CudaRecorder,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from edgepipe.backend.types import PackedProducts
+from edgepipe.backend.types import KernelError, PackedProducts
 from edgepipe.own_files import NotOwn, open_own_folder
 from edgepipe.safe_text import one_line
 
@@ -106,3 +106,11 @@ def _log_once(reason: str, remedy: str) -> None:
     logger.warning(
         "kernels are compiled again, since another user may change kept ones: %s. Mend it: %s", reason, remedy
     )
+
+
+def kernel_error(kernel: str, measure: Callable[[], float]) -> KernelError:
+    """Return a kernel's error, in units of its bound, or why it cannot run."""
+    try:
+        return KernelError(kernel=kernel, error=measure())
+    except KernelsUnavailable as exc:
+        return KernelError(kernel=kernel, reason=one_line(str(exc), most_chars=_REASON_CHARS))

@@ -18,6 +18,7 @@ from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.layer import Layer
 from edgepipe_torch.layers.linear import HoldsPacked, Linear, Table, Workspace
 from edgepipe_torch.layers.mixers import RecurrentMixer, SliceStep, StepTensors
+from edgepipe_torch.layers.mtp import MtpLayer
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.rope import Rotations
 from edgepipe_torch.layers.states import StatePool
@@ -36,11 +37,13 @@ class SliceWeights:
     head: Linear | None
     # Products of the layers with experts, and their number of experts.
     mixtures: Sequence[tuple[CountsExperts, int]] = ()
+    mtp: MtpLayer | None = None  # not one of ``layers``; ``heads`` has its heads, behind theirs
 
     @property
     def packed(self) -> list[HoldsPacked]:
         """Weights that stay packed."""
         found: list[object] = [each for layer in self.layers for each in layer.linears]
+        found += self.mtp.linears if self.mtp is not None else []
         return [each for each in (*found, self.head, self.embedding) if isinstance(each, HoldsPacked)]
 
     @property
@@ -66,8 +69,15 @@ class Decoder:
         self._workspace = workspace
         self._ops = ops or TorchOps(config)
         self.heads = weights.heads
-        self.classes: Sequence[int] = [0] * len(weights.layers)  # memory class of each kind of layer
-        self.attending = [index for index, layer in enumerate(weights.layers) if layer.spec.attention is not None]
+        layers = [*weights.layers, *(() if weights.mtp is None else (weights.mtp.layer,))]
+        self.classes: Sequence[int] = [0] * len(layers)  # memory class of each kind of layer
+        self.attending = [index for index, layer in enumerate(layers) if layer.spec.attention is not None]
+
+    def with_workspace(self, workspace: Workspace) -> Decoder:
+        """Return a decoder of the same layers with buffers of its own."""
+        found = Decoder(self.config, self._weights, workspace, self._ops)
+        found.classes = self.classes
+        return found
 
     @property
     def part(self) -> Slice:
@@ -92,18 +102,50 @@ class Decoder:
 
         With the head, returns [R, H]: after the last layer's mixer only rows that need logits continue.
         """
-        run = SliceStep(step, pool, states, self.classes, self._ops, self._workspace)
+        run = self._slice_step(step, pool, states)
         wanted = step.logit_rows if self.part.head and not step.every_row else None
-        last = self._weights.layers[-1]
-        for layer in self._weights.layers:
-            hidden = layer.run(hidden, run, wanted if layer is last else None)
-        return hidden
+        *others, last = self._weights.layers or [None]
+        for layer in others:
+            hidden = layer.run(hidden, run) if layer is not None else hidden
+        if last is not None:
+            return last.run(hidden, run, wanted)
+        return hidden if wanted is None else hidden[wanted]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the slice has experts."""
+        return bool(self._weights.mixtures)
+
+    @property
+    def predicts_more(self) -> bool:
+        """Whether the slice has a layer that predicts one token more."""
+        return self._weights.mtp is not None
+
+    def predict(self, ids: Tensor, finals: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
+        """Run the layer that predicts one token more; write its keys and values.
+
+        ids     [T] int64, the tokens behind the step's
+        finals  [T, H], see ``MtpLayer.run``
+
+        Returns [R, H], as ``finals`` of the rows that need logits.
+        """
+        assert self._weights.mtp is not None
+        embedded = self._workspace.get("embedded", len(ids), self.config.hidden_size)
+        self.embed(ids, embedded)
+        return self._weights.mtp.run(embedded, finals, self._slice_step(step, pool, None), step.logit_rows)
+
+    def _slice_step(self, step: StepTensors, pool: KVPool, states: StatePool | None) -> SliceStep:
+        return SliceStep(step, pool, states, self.classes, self._ops, self._workspace)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] float32, in a new tensor, from hidden [R, H] of ``run``."""
-        if hidden.shape[0] == 0:
-            return torch.empty(0, self.config.vocab_size, device=hidden.device)
-        return self.shaped(self.head_product(hidden).to(torch.float32, copy=True).contiguous())
+        return self.logits_of(self.finals(hidden))
+
+    def logits_of(self, finals: Tensor) -> Tensor:
+        """Compute logits [R, V] float32, in a new tensor, from ``finals`` [R, H]."""
+        if finals.shape[0] == 0:
+            return torch.empty(0, self.config.vocab_size, device=finals.device)
+        return self.shaped(self.head_product(finals).to(torch.float32, copy=True).contiguous())
 
     def shaped(self, logits: Tensor) -> Tensor:
         """Scale and cap the head's product [R, V] float32 in place, as the model does."""
@@ -113,8 +155,12 @@ class Decoder:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def head_product(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, V] in the compute dtype, valid until the next product, from hidden [R, H] of ``run``."""
-        assert self._weights.head is not None
+    def finals(self, hidden: Tensor) -> Tensor:
+        """Return hidden [R, H] of ``run`` behind the final norm, valid until the next norm."""
         assert self._weights.final_norm is not None
-        return self._weights.head.rows(self._ops.norm(hidden, self._weights.final_norm))
+        return self._ops.norm(hidden, self._weights.final_norm) if hidden.shape[0] else hidden
+
+    def head_product(self, finals: Tensor) -> Tensor:
+        """Compute logits [R, V] in the compute dtype, valid until the next product, from ``finals`` [R, H]."""
+        assert self._weights.head is not None
+        return self._weights.head.rows(finals)

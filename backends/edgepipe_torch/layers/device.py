@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DeviceProfile, KernelError, SlowPath
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
@@ -24,9 +23,9 @@ from edgepipe_torch.layers.experts import ExpertProducts, each_expert
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.linear import Linear, PartForms, ReadWeight, Workspace, floats_of
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
-from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.recurrent import Mixer
-from edgepipe_torch.layers.routing import Choose, choose
+from edgepipe_torch.layers.routing import AddGated, Choose, add_gated, choose
 from edgepipe_torch.layers.slice_ends import SliceEnds
 from edgepipe_torch.layers.states import StatePool
 from edgepipe_torch.layers.step_ops import StepOps
@@ -56,10 +55,8 @@ class SliceSteps(Protocol):
         """Return the attention of a step, in the layers of one memory class."""
         ...
 
-    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
+    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Replayed | None:
         """Compute a step by a recorded one; None if no recorded step fits.
-
-        Returns logits [R, V] float32, or activations in the link's type, which the next step may overwrite.
 
         inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """
@@ -74,6 +71,7 @@ class Device(Protocol):
     packed: bool  # weights with a form stay packed
     packing: str  # see ``DeviceProfile.packing``
     own_memory: bool  # apart from the host's, which may then hold experts
+    norms_stay: bool = False  # ``StepOps.norm`` returns a new tensor, which no later work overwrites
     picks_candidates: bool  # answer where the setting ``sampling`` is auto
     block_sizes: tuple[int, ...]
     transfer: Transfer
@@ -81,6 +79,10 @@ class Device(Protocol):
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported, and measured bandwidth and matrix rate."""
+        ...
+
+    def kernel_errors(self) -> Iterator[KernelError]:
+        """Compare the device's own kernels with float64. See ``CheckingBackend``."""
         ...
 
     def free_bytes(self) -> int:
@@ -112,6 +114,10 @@ class Device(Protocol):
         """Return what chooses experts by their logits."""
         return choose
 
+    def gated_sum(self) -> AddGated:
+        """Return what adds the result of a shared expert with a gate."""
+        return add_gated
+
     def experts(
         self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
     ) -> ExpertProducts:
@@ -127,6 +133,10 @@ class Device(Protocol):
 
     def finish_load(self) -> None:
         """Begin to keep what was repacked."""
+
+    def slow_paths(self, weights: Sequence[SliceWeights], block_size: int) -> Iterator[SlowPath]:
+        """Yield what makes steps of loaded slices slow, with KV blocks of a size. May take seconds."""
+        return iter(())
 
     def pads_steps(self, block_size: int) -> bool:
         """Return whether recorded steps have surplus rows, which need a spare block and a spare slot of states."""

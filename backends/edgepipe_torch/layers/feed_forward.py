@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.spec.layer_spec import Activation
-from edgepipe_torch.layers.linear import HeldWeight, Linear
+from edgepipe_torch.layers.linear import GatedProduct, HeldWeight, Linear
 
 CLAMP, SHARPNESS = 7.0, 1.702  # constants of gpt-oss's gate
 
@@ -56,7 +56,8 @@ class Gated:
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         self.gate_up = gate_up
         self.down = down
-        self._activation = activation
+        self._activation: Activation = activation
+        self._activating = gate_up if isinstance(gate_up, GatedProduct) else None
 
     @property
     def num_bytes(self) -> int:
@@ -81,10 +82,12 @@ class Gated:
         self.down.add_to(self._inner(x), total)
 
     def _inner(self, x: Tensor) -> Tensor:
-        if self._activation == "silu":
-            return self.gate_up.swiglu(x)
         if self._activation == "relu2":
             return self.gate_up.rows(x).relu().square_()
+        if self._activating is not None:
+            return self._activating.activated(x, self._activation)
+        if self._activation == "silu":
+            return self.gate_up.swiglu(x)
         gate, up = self.gate_up.rows(x).chunk(2, dim=-1)
         return ACTIVATIONS[self._activation](gate, up)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
+from edgepipe_torch.layers.host_copies import Stored
 
 
 class KVPool(Protocol):
@@ -63,6 +64,7 @@ class KVStorage:
             for alike, count in zip(by_kind(heads), slots, strict=True)
         ]
         self._copied = [pool for pool, each in zip(self.pools, classes, strict=True) if each == 0]
+        self.stored = [Stored(each, pool, 1, block_size) for pool, each in zip(self.pools, classes, strict=True)]
         self._layers = [self.pools[each.kind][each.place] for each in heads]
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:

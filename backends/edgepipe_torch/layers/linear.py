@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
+from edgepipe.spec.layer_spec import Activation
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe.weights.stored_weight import StoredWeight
@@ -78,6 +79,15 @@ class Linear(HeldWeight, Protocol):
 
     def finish(self) -> None:
         """Convert to the computing form after all parts are filled."""
+        ...
+
+
+@runtime_checkable
+class GatedProduct(Protocol):
+    """A product of two parts, gate and up, that applies their activation itself."""
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return the activation [T, O / 2] of both parts' products of x [T, I]; not of "relu2", which has one part."""
         ...
 
 

@@ -18,7 +18,7 @@ from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.linear import HeldWeight, Linear, Workspace
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.states import StatePool, StepStates
-from edgepipe_torch.layers.step_ops import StepOps
+from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, StepOps
 
 
 class ClassTensors(NamedTuple):
@@ -50,16 +50,24 @@ class SliceStep:
     ops: StepOps
     workspace: Workspace
 
-    def attend(self, heads: LayerHeads, parts: Tensor, rotations: Tensor | None, temperature: int | None) -> Tensor:
+    def attend(
+        self,
+        heads: LayerHeads,
+        parts: Tensor,
+        rotations: Tensor | None,
+        temperature: int | None,
+        norms: HeadNorms = NO_NORMS,
+    ) -> Tensor:
         """Write keys and values, and attend. Return the heads' outputs [T, Hq V], valid until the next layer's.
 
         parts        [T, n, D]: queries, keys and, where they are apart, values
         rotations    [T, 1, pairs] complex64 of queries and keys; None: nothing rotates, or it is done
         temperature  index among the step's rotations, whose real part is a factor on queries
+        norms        of heads, before they rotate
         """
         queries = parts[:, : heads.num_heads]
         slots, attention = self.tensors.classes[self.classes[heads.kind]]
-        self.ops.place(parts, rotations, slots, self.pool, heads)
+        self.ops.place(parts, rotations, slots, self.pool, heads, norms)
         if temperature is not None:
             factors = self.tensors.rotations[temperature].real
             self.ops.compute(lambda: queries.mul_(factors))
@@ -119,13 +127,9 @@ class SelfAttention:
         if (order := self.value_order) is not None:
             queries_keys, keys = parts, parts[:, heads.num_heads :]  # whose product has the values, too
             parts = ops.compute(lambda: torch.cat([queries_keys, keys.index_select(2, order)], 1))
-        if self.query_norm is not None and self.key_norm is not None:
-            ops.norm_heads(parts[:, : heads.num_heads], self.query_norm)
-            ops.norm_heads(parts[:, heads.num_heads : heads.num_heads + heads.num_kv_heads], self.key_norm)
-        if self.value_norm is not None:
-            ops.norm_heads(parts[:, heads.num_heads + heads.num_kv_heads :], self.value_norm)
         rotations = None if self.rotation is None else step.tensors.rotations[self.rotation]
-        out = step.attend(heads, parts, rotations, self.temperature)
+        norms = HeadNorms(self.query_norm, self.key_norm, self.value_norm)
+        out = step.attend(heads, parts, rotations, self.temperature, norms)
         if (factors := gates) is not None:
             ops.compute(lambda: out.mul_(factors.sigmoid()))
         return out

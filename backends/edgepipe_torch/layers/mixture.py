@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.spec.layer_spec import Experts
@@ -16,7 +15,7 @@ from edgepipe_torch.layers.expert_ram import ExpertsInRam
 from edgepipe_torch.layers.experts import ExpertProducts
 from edgepipe_torch.layers.feed_forward import FeedForward, Gated
 from edgepipe_torch.layers.linear import HeldWeight, Linear
-from edgepipe_torch.layers.routing import RouterWeights, route
+from edgepipe_torch.layers.routing import AddGated, RouterWeights, add_gated, route
 
 
 class Mixture:
@@ -31,12 +30,19 @@ class Mixture:
         gate: Tensor | None,
         around: tuple[Linear, Linear] | None = None,
         in_ram: ExpertsInRam | None = None,
+        *,
+        add_gated: AddGated = add_gated,
+        input_stays: bool = False,
     ) -> None:
         """
-        experts  on the device; None: all are in host memory
-        gate     [1, H], of the shared expert
-        around   products from H features to those of the experts, and back
+        experts      on the device; None: all are in host memory
+        gate         [1, H], of the shared expert
+        around       products from H features to those of the experts, and back
+        add_gated    adds the shared expert's result
+        input_stays  no product overwrites the rows that enter
         """
+        self._add_gated = add_gated
+        self._input_stays = input_stays
         self._spec = spec
         self._router = router
         self._experts = experts
@@ -74,12 +80,16 @@ class Mixture:
         asked [T, H]: what the router reads, where that is not x
         """
         chosen, weights = route(self._spec, self._router, x if asked is None else asked)
-        x = x.clone()  # the norm's buffer, which products may overwrite
+        if not self._input_stays or x is total:
+            x = x.clone()  # the norm's buffer, which products may overwrite
         entering = x if self._around is None else self._around[0].rows(x).clone()
         sent = self._in_ram.send(entering, chosen, weights) if self._in_ram is not None else None
         if self._shared is not None:
             shared = self._shared.rows(x)
-            total.add_(shared if self._gate is None else shared * torch.sigmoid(F.linear(x, self._gate)))
+            if self._gate is None:
+                total.add_(shared)
+            else:
+                self._add_gated(x, self._gate, shared, total)
         mixed = total if self._around is None else torch.zeros_like(entering)
         if self._experts is not None:
             own = (chosen, weights) if self._in_ram is None else self._in_ram.on_device(chosen, weights)

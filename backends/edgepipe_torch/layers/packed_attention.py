@@ -1,4 +1,4 @@
-"""Attention per sequence over 8-bit KV. It reads codes also of the step's own tokens, so chunks do not change results.
+"""Attention per sequence over KV as codes, also over those of the step's own tokens: chunks do not change results.
 
 T packed rows, n rows of one sequence, L its visible keys, Hq and Hkv heads, G = Hq / Hkv, D head dim.
 """
@@ -21,7 +21,8 @@ from edgepipe_torch.layers.attention import (
 )
 from edgepipe_torch.layers.dot_attention import Attend, attend, capped, shares
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.packed_kv import Codes, PackedKVStorage
+from edgepipe_torch.layers.kv_codes import Codes, KVCodes
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
 
 _WIDENED_BYTES = 64 << 20  # limit of widened keys and values at once; heads take turns where all need more
@@ -58,6 +59,7 @@ class PackedSequenceAttention:
             self._queries[heads.kind] = None if kernels is None else self._bind(heads, kernels)
         if (short := self._queries[heads.kind]) is not None:
             short.run(heads, queries, out)
+        form = self._pool.form(heads)
         queries = queries.view(queries.shape[0], heads.num_kv_heads, -1, heads.head_dim)
         out = out.view(out.shape[0], heads.num_kv_heads, -1, heads.out_dim)
         for row, slots in zip(self._prepared.layout.rows, self._slots, strict=True):
@@ -66,10 +68,10 @@ class PackedSequenceAttention:
             rows = slice(row.first_row, row.first_row + row.num_tokens)
             low = 0 if heads.window is None else max(0, row.length - row.num_tokens - heads.window + 1)
             kv = self._read(heads.layer, row, slots, low)
-            if row.num_tokens == 1 and self._dtype == torch.float32:
+            if row.num_tokens == 1 and self._dtype == torch.float32 and form.scales_vectors:
                 self._attend_one(heads, kv, queries[rows.start], out[rows.start])
             else:
-                self._attend_tiles(heads, kv, queries[rows], out[rows])
+                self._attend_tiles(heads, form, kv, queries[rows], out[rows])
 
     def _bind(self, heads: LayerHeads, kernels: QueryKernels) -> BoundQueries | None:
         rows = short_queries(self._prepared, heads.window)
@@ -100,13 +102,15 @@ class PackedSequenceAttention:
             values = kv.codes[:, of_values, : heads.out_dim].to(self._dtype)
             out[some] = torch.bmm(weights, values.transpose(0, 1))
 
-    def _attend_tiles(self, heads: LayerHeads, kv: Codes, queries: Tensor, out: Tensor) -> None:
+    def _attend_tiles(self, heads: LayerHeads, form: KVCodes, kv: Codes, queries: Tensor, out: Tensor) -> None:
         """Attend with the queries of a sequence's last n tokens [n, Hkv, G, D]; out [n, Hkv, G, V]."""
         num_rows, num_keys, sinks = queries.shape[0], len(kv.codes), heads.grouped_sinks
         for some in self._turns(heads, num_keys):
-            keys = self._widen(kv, some)
+            keys = self._widen(form, kv, some)
             values = (
-                keys[..., : heads.value_width] if heads.value_width else self._widen(kv, _value_entries(heads, some))
+                keys[..., : heads.value_width]
+                if heads.value_width
+                else self._widen(form, kv, _value_entries(heads, some))
             )
             for at in range(0, num_rows, TILE_ROWS):
                 tile = slice(at, min(at + TILE_ROWS, num_rows))
@@ -114,15 +118,14 @@ class PackedSequenceAttention:
                 low = 0 if heads.window is None else max(0, num_keys - num_rows + at - heads.window + 1)
                 count = tile.stop - at
                 mask = None if count == 1 else self._masks.get(count, high - low, heads.window)
-                own = queries[tile, some].permute(1, 2, 0, 3)
+                own = form.turned(queries[tile, some]).permute(1, 2, 0, 3)
                 seen = (keys[:, low:high], values[:, low:high], mask)
                 found = self._attend(own, *seen, heads, None if sinks is None else sinks[some])
-                out[tile, some] = found.permute(2, 0, 1, 3)
+                out[tile, some] = form.turned(found.permute(2, 0, 1, 3))
 
-    def _widen(self, kv: Codes, entries: slice) -> Tensor:
-        """Return values [heads, L, D] of some entries in the compute dtype."""
-        wide = kv.codes[:, entries].to(self._dtype) * kv.scales[:, entries].to(self._dtype).unsqueeze(-1)
-        return wide.transpose(0, 1)
+    def _widen(self, form: KVCodes, kv: Codes, entries: slice) -> Tensor:
+        """Return vectors [heads, L, D] of some entries in the compute dtype."""
+        return form.widen(Codes(kv.codes[:, entries], kv.scales[:, entries]), self._dtype).transpose(0, 1)
 
     def _turns(self, heads: LayerHeads, num_keys: int) -> Iterator[slice]:
         """Split the kv heads so that keys and values of each piece keep to ``_WIDENED_BYTES``, or are one head's."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from edgepipe.backend.step_layout import Indices, StepLayout, all_slots, lay_out_step
 from edgepipe.backend.types import Step
@@ -21,6 +23,13 @@ class PreparedStep:
     rotations: tuple[npt.NDArray[np.complex64], ...]  # [T, pairs] for each kind of rotary embedding
     scattered: tuple[Indices | None, ...]  # each row's slots [length], where its blocks are not one run
     windows: tuple[PreparedStep, ...] = ()  # the same step in each windowed memory class
+
+
+class Replayed(NamedTuple):
+    """Result of a recorded step, which the next step may overwrite."""
+
+    output: Tensor  # logits [R, V] float32, or activations in the link's type
+    finals: Tensor | None  # [R, H] behind the final norm, of a slice that predicts one token more
 
 
 def prepare_step(

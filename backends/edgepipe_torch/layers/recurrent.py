@@ -20,6 +20,13 @@ from edgepipe_torch.layers.states import LongRow, StepStates
 
 _LENGTH_EPS = 1e-6  # epsilon in the length of queries and keys
 
+CHECKED_MIXERS: dict[str, Recurrent] = {
+    "gated DeltaNet": DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4),
+    "Mamba-2": Mamba2(heads=64, head_dim=64, groups=8, state_dim=128, taps=4),
+    "short convolution": ShortConv(channels=2048, taps=3),
+}
+"""Sizes of usual models (Qwen3.6, Nemotron 3, LFM2) for the comparison of step kernels with float64."""
+
 State = tuple[Tensor, ...]
 
 

@@ -18,6 +18,10 @@ Choose = Callable[[Router, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """Computes as ``choose`` does."""
 
 
+AddGated = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Computes as ``add_gated`` does."""
+
+
 class RouterWeights:
     """The router's weights, in float32 whatever the compute dtype."""
 
@@ -81,6 +85,11 @@ def choose(
     chosen = ranked.topk(used, dim=-1).indices
     weights = scores.gather(-1, chosen)
     return chosen, weights / weights.sum(-1, keepdim=True) if how.normalised else weights
+
+
+def add_gated(x: Tensor, gate: Tensor, added: Tensor, total: Tensor) -> None:
+    """Add to total [T, H] the rows added [T, H] times sigmoid(x gate), of x [T, H] and gate [1, H]."""
+    total.add_(added * torch.sigmoid(F.linear(x, gate)))
 
 
 def _within_groups(router: Router, ranked: Tensor) -> Tensor:

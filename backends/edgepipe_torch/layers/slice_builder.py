@@ -16,7 +16,18 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.spec.expert_places import numbers_in_ram
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
-from edgepipe.spec.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
+from edgepipe.spec.layout import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_SCALE,
+    MTP_INPUT,
+    MTP_NORMS,
+    MTP_OUTPUT_NORM,
+    OWN_NORMS,
+    embeds,
+    norm_names,
+)
 from edgepipe.spec.tensors import WeightInfo
 from edgepipe.weights.stored_weight import StoredWeight
 from edgepipe_torch.layers.decoder import SliceWeights
@@ -31,6 +42,7 @@ from edgepipe_torch.layers.layer import Layer
 from edgepipe_torch.layers.linear import Linear, PartForms, Table, floats_of
 from edgepipe_torch.layers.mixers import LayerMixer, RecurrentMixer, SelfAttention
 from edgepipe_torch.layers.mixture import Apart, Both, Mixture
+from edgepipe_torch.layers.mtp import MtpLayer
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.layers.rope import RotaryKind
 from edgepipe_torch.layers.routing import RouterWeights
@@ -86,15 +98,17 @@ class SliceBuilder:
         self._heads = dict(zip(attending, heads, strict=True))
         self._recurrent = [index for index in part.layers if config.layers[index].recurrent is not None]
         layers = [self._layer(index) for index in part.layers]
+        mtp = self._mtp(part.layers.end - 1, layers.pop()) if layers[-1].spec.mtp else None
         head = self._head() if part.head else None
         self.weights = SliceWeights(
             part=part,
             layers=layers,
             heads=heads,
-            embedding=self._embedding(head) if part.embedding else None,
+            embedding=self._embedding(head) if embeds(config, part) else None,
             final_norm=self._vector(FINAL_NORM, config.hidden_size) if part.head else None,
             head=head,
             mixtures=self._mixtures,
+            mtp=mtp,
         )
 
     def places(self, name: str) -> Sequence[Place]:
@@ -139,6 +153,17 @@ class SliceBuilder:
             feed_forward=feed_forward,
             added_norm=added_norm,
             output_scale=self._matrix(prefix + LAYER_SCALE, (1,), self._dtype) if spec.output_scaled else None,
+        )
+
+    def _mtp(self, index: int, layer: Layer) -> MtpLayer:
+        """Make what a layer that predicts one token more has besides."""
+        prefix, hidden = f"model.layers.{index}.", self._config.hidden_size
+        token_norm, output_norm, last_norm = (
+            self._vector(prefix + name, hidden) for name in (*MTP_NORMS, MTP_OUTPUT_NORM)
+        )
+        product = self._linear([(prefix + MTP_INPUT.removesuffix(".weight"), hidden, None)], 2 * hidden)
+        return MtpLayer(
+            layer=layer, token_norm=token_norm, output_norm=output_norm, product=product, last_norm=last_norm
         )
 
     def _mixer(self, index: int, prefix: str) -> LayerMixer | None:
@@ -295,7 +320,17 @@ class SliceBuilder:
         own, in_ram = self._placed_experts(experts, prefix + "experts.")
         if (counting := in_ram or own) is not None:
             self._mixtures.append((counting, experts.count))
-        return Mixture(experts, router, own, shared, gate, self._around_experts(experts, prefix), in_ram)
+        return Mixture(
+            experts,
+            router,
+            own,
+            shared,
+            gate,
+            self._around_experts(experts, prefix),
+            in_ram,
+            add_gated=self._device.gated_sum(),
+            input_stays=self._device.norms_stay,
+        )
 
     def _router_product(self, name: str, count: int, *, biased: bool) -> tuple[Tensor | Linear, Tensor | None]:
         """Make the router's weight [E, H] and bias [E], or the product of kernels that has both.

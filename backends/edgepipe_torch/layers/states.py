@@ -12,6 +12,7 @@ from torch import Tensor
 from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe.backend.types import RowState
 from edgepipe.spec.layer_spec import Recurrent
+from edgepipe_torch.layers.host_copies import Stored
 from edgepipe_torch.layers.transfer import Transfer
 
 
@@ -31,6 +32,10 @@ class StatePool:
         self._layers = [
             tuple(torch.zeros(count, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
         ]
+
+    def stored(self, number: int) -> list[Stored]:
+        """Return what moves to host memory, as the memory class ``number``."""
+        return [Stored(number, tensor, 0, 1) for tensors in self._layers for tensor in tensors]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors [slots, ...] float32 of a recurrent layer; ``index`` counts these."""

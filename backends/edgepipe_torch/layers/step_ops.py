@@ -6,7 +6,7 @@ T rows, H hidden, Hq and Hkv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,17 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Norm
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the norms of a row's heads, as ``StepOps.norm_heads`` takes them; None: heads that have no norm."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+NO_NORMS = HeadNorms()
 
 
 def norm_of(spec: Norm) -> Callable[[Tensor, Tensor], Tensor]:
@@ -49,10 +60,19 @@ class StepOps(Protocol):
         """
         ...
 
-    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
-        """Rotate queries and keys of qkv [T, Hq + 2 Hkv, D] in place; write keys and values to the pool's slots [T].
+    def place(
+        self,
+        qkv: Tensor,
+        rotations: Tensor | None,
+        slots: Tensor,
+        pool: KVPool,
+        heads: LayerHeads,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
+        """Normalise heads and rotate queries and keys; write keys and values to the pool's slots [T].
 
-        rotations [T, 1, pairs] complex64, of the first pairs of each head; None: nothing rotates.
+        qkv        [T, Hq + 2 Hkv, D]; its queries become what attention takes, its keys and values are undefined
+        rotations  [T, 1, pairs] complex64, of the first pairs of each head; None: nothing rotates
         """
         ...
 
@@ -75,13 +95,30 @@ class TorchOps:
             heads = heads.view(heads.shape[0], -1)
         heads.copy_(self.norm(heads, weight))
 
-    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+    def place(
+        self,
+        qkv: Tensor,
+        rotations: Tensor | None,
+        slots: Tensor,
+        pool: KVPool,
+        heads: LayerHeads,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
+        norm_parts(self, qkv, heads, norms)
         if rotations is not None:
             rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
         pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         return work()
+
+
+def norm_parts(ops: StepOps, qkv: Tensor, heads: LayerHeads, norms: HeadNorms) -> None:
+    """Normalise the heads of qkv [T, Hq + 2 Hkv, D] in place."""
+    keys, values = heads.num_heads, heads.num_heads + heads.num_kv_heads
+    for part, weight in zip((slice(keys), slice(keys, values), slice(values, None)), norms, strict=True):
+        if weight is not None:
+            ops.norm_heads(qkv[:, part], weight)
 
 
 def rotate(heads: Tensor, rotations: Tensor) -> None:

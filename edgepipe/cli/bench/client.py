@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from edgepipe.simulation.report import RequestRecord, StepRecord
 from edgepipe.simulation.workload import Workload, WorkloadRequest
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, hello_to_wire
-from edgepipe.wire.engines import DeviceSpan, EngineState, EngineTrace, StepTrace
+from edgepipe.wire.engines import EngineState, EngineTrace, StepTrace
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Submission, command_to_wire
+from edgepipe.wire.step_clocks import SAME_CLOCK_S, clock_offsets_s
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ _PEER = "the engine"
 _RPC_S = 5.0
 _TRACE_EVERY_S = 1.0  # the engine keeps the steps of the last minute
 _LAST_TIMINGS_S = 0.25  # stages report their timings within 0.1 s
-_SAME_CLOCK_S = 0.002  # two monotonic clocks this close are one clock: the reply's travel time explains the difference
 
 OnProgress = Callable[[int, int], None]  # (ended requests, received tokens)
 
@@ -113,9 +113,11 @@ class BenchClient:
                 if request.arrival_s is not None:
                     await asyncio.sleep(max(0.0, self._began_s + request.arrival_s - time.monotonic()))
                 await users.acquire()
-                tasks.create_task(self._one(request, prompt, users))
+                tasks.create_task(self._one(request, prompt, users, priority=workload.priority))
 
-    async def _one(self, request: WorkloadRequest, prompt: tuple[int, ...], users: asyncio.Semaphore) -> None:
+    async def _one(
+        self, request: WorkloadRequest, prompt: tuple[int, ...], users: asyncio.Semaphore, *, priority: int
+    ) -> None:
         request_id = RequestId(f"{self._name}-{self._runs}-{request.index}")
         underway = self._underway[request_id] = _Underway(request=request, arrival_s=time.monotonic() - self._began_s)
         submission = Submission(
@@ -123,6 +125,7 @@ class BenchClient:
             prompt=prompt,
             max_tokens=request.output_tokens,
             ignore_eos=True,
+            priority=priority,
             sampling=SamplingParams(temperature=0.0),
         )
         async with self._writing:
@@ -169,7 +172,7 @@ class BenchClient:
 
     def _step_records(self, trace: EngineTrace, num_stages: int) -> tuple[StepRecord, ...]:
         ahead_s = trace.now_us * 1e-6 - time.monotonic()  # the engine's clock over this process's
-        origin_s = self._began_s + (ahead_s if abs(ahead_s) > _SAME_CLOCK_S else 0.0)
+        origin_s = self._began_s + (ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0)
         steps = [self._steps[number] for number in sorted(self._steps)]
         offsets_s = clock_offsets_s([step.spans for step in steps if len(step.spans) == num_stages])
         return tuple(
@@ -211,20 +214,6 @@ async def connected(engine: EngineState, hello: Hello, security: Security) -> As
                     reader.cancel()
             finally:
                 call.cancel()
-
-
-def clock_offsets_s(spans: Sequence[tuple[DeviceSpan, ...]]) -> list[float]:
-    """Estimate by how many seconds each stage's clock is ahead of the first stage's clock.
-
-    A stage starts a step only after the previous stage has ended it, and soon after. If the clocks show a start before
-    that end, or minutes later, they are different clocks: then assume that the smallest gap is zero.
-    """
-    offsets: list[float] = [0.0] * (len(spans[0]) if spans else 0)
-    for stage in range(1, len(offsets)):
-        gap_s = min(step[stage].begin_us - step[stage - 1].end_us for step in spans) * 1e-6
-        foreign = not -_SAME_CLOCK_S <= gap_s <= 60.0
-        offsets[stage] = offsets[stage - 1] + (gap_s if foreign else 0.0)
-    return offsets
 
 
 def _ignore_progress(num_ended: int, num_tokens: int) -> None:

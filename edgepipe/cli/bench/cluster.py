@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster, wait_until_joined
 from edgepipe.errors import NoPeersFound
+from edgepipe.link.admin_client import Admin
 
 if TYPE_CHECKING:
     from edgepipe.spec.facts import ModelConfig

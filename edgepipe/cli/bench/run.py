@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.client import connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster, node_names
 from edgepipe.cli.serve import layers_of
 from edgepipe.errors import ModelUnknown, PeerClosed
+from edgepipe.link.admin_client import Admin
 from edgepipe.simulation.report import RunFacts, RunReport, make_report
 from edgepipe.simulation.workload import FixedLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.store.typed_names import meant_names
@@ -133,9 +133,9 @@ def _served(status: ClusterStatus, model: str) -> EngineState:
     ready = [engine for engine in status.engines if engine.state == "ready"]
     named = {name: engine for engine in ready for name in (*engine.names, engine.model)}
     chosen = [named[name] for name in meant_names(model, named)] if model else ready
-    if len(chosen) == 1:
+    if len({engine.model for engine in chosen}) == 1:
         return chosen[0]
-    names = ", ".join(engine.model for engine in ready) or "none"
+    names = ", ".join(sorted({engine.model for engine in ready})) or "none"
     raise ModelUnknown(
         f"the model '{model}' is not served" if model else "not exactly one model is served",
         fact=f"served: {names}",

@@ -114,14 +114,15 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
     imagined = imagine(cluster)
     limits = imagined.limits
     workload = options.make_workload_of(settings)
-    shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
+    shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "draft", "jitter", "seed")}
+    draft_model = _draft_model(settings["draft"])
     emulated = EmulatedCluster(
         devices=cluster.devices,
         model=settings["as-model"],
         config=cluster.config,
         mix=split_mix(settings["as-model"])[1],
         link=settings["link"],
-        settings=cluster.adjustments,
+        settings={**cluster.adjustments, **draft_model},
     )
     return EmulatedRun(
         run=BenchRun(
@@ -141,11 +142,23 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
             micro_batches=settings["micro-batches"],
             policy=settings["policy"],
             itl_goal=settings["itl-goal"],
+            draft="auto" if draft_model else settings["draft"],
             context=cluster.context_length,
             kv_tokens=limits.num_blocks * limits.block_size,
             kv=cluster.kv or "auto",
         ),
     )
+
+
+def _draft_model(text: str) -> dict[str, str]:
+    """Return the settings of an emulated draft model: ``"0.7,3ms"``. Empty for "lookup" and "off"."""
+    from edgepipe.backend.drafting import ImaginedDrafts
+
+    if text in ("lookup", "off"):
+        return {}
+    ImaginedDrafts.of(text)
+    acceptance, _, time = text.rpartition(",")
+    return {"draft_acceptance": acceptance, "draft_time": time}
 
 
 class _Progress:

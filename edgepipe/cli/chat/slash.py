@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ from edgepipe.cli.chat.answer_view import THINKING
 from edgepipe.cli.chat.dialogue import OPTIONS, Dialogue
 from edgepipe.cli.find import Target, find_target
 from edgepipe.cli.output import make_console, wrapped
-from edgepipe.cli.views.status_view import render_nodes, render_plan
-from edgepipe.errors import RequestInvalid
+from edgepipe.cli.views.status_view import drafts_in_words, render_nodes, render_plan
+from edgepipe.errors import EdgepipeError, RequestInvalid
 from edgepipe.safe_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from edgepipe.wire.engines import EngineState
     from edgepipe.wire.nodes import ClusterStatus
 
 
@@ -131,7 +133,12 @@ async def _regenerate(talk: Talk, argument: str) -> None:
 
 
 async def _stats(talk: Talk, argument: str) -> None:
-    _say(talk.dialogue.stats())
+    lines = [talk.dialogue.stats()]
+    with contextlib.suppress(EdgepipeError):  # the rest is known without this machine's node
+        for engine in _engines(talk, await _status(talk)):
+            if engine.drafts is not None and (drafts := drafts_in_words(engine.drafts)):
+                lines.append(f"replica {engine.replica}: {drafts}" if engine.replica else drafts)
+    _say("\n".join(lines))
 
 
 async def _nodes(talk: Talk, argument: str) -> None:
@@ -139,12 +146,14 @@ async def _nodes(talk: Talk, argument: str) -> None:
 
 
 async def _plan(talk: Talk, argument: str) -> None:
-    status = await _status(talk)
-    engine = next((engine for engine in status.engines if engine.model == talk.target.model), None)
-    if engine is None:
+    engines = _engines(talk, await _status(talk))
+    if not engines:
         raise RequestInvalid(f"this machine's node does not see {talk.target.model}", next_step="edgepipe status")
-    for part in render_plan(engine):
-        _console().print(part)
+    for engine in engines:
+        if engine.replica:
+            _say(engine.title)
+        for part in render_plan(engine):
+            _console().print(part)
 
 
 async def _save(talk: Talk, argument: str) -> None:
@@ -168,6 +177,11 @@ async def _bye(talk: Talk, argument: str) -> None:
 async def _status(talk: Talk) -> ClusterStatus:
     async with connect(talk.data_dir) as admin:
         return await admin.status()
+
+
+def _engines(talk: Talk, status: ClusterStatus) -> list[EngineState]:
+    """Return the engines of the chat's model, one for each replica."""
+    return [engine for engine in status.engines if engine.model == talk.target.model]
 
 
 def _chats(talk: Talk) -> Path:

@@ -140,7 +140,7 @@ async def _links(config: Config, status: ClusterStatus | None) -> dict[str, Mach
         return {}
     try:
         async with connect(config.data_dir) as admin:
-            return links_of(status.node_id, await admin.measure_links())
+            return links_of(status.node_id, (await admin.measure_links()).links)
     except EdgepipeError:
         return {}
 

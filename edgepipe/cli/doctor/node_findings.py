@@ -10,6 +10,7 @@ from edgepipe import __version__
 from edgepipe.cli.doctor.findings import Finding, Level, clock_finding, note, ok, problem, warning
 from edgepipe.cli.views.left_out import left_out_text
 from edgepipe.errors import EdgepipeError
+from edgepipe.versions import is_behind
 
 if TYPE_CHECKING:
     from edgepipe.backend.types import PackedProducts
@@ -28,7 +29,7 @@ def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
         yield warning(
             id=f"peer.{name}.version",
             what=f"{name} runs edgepipe {version}, this machine {__version__}",
-            remedy="upgrade the older one: pip install --upgrade edgepipe",
+            remedy=f"on {name if is_behind(version, __version__) else 'this machine'}: edgepipe update",
         )
     yield clock_finding(name, skew_ms=member.clock_skew_ms)
     for device in member.node.devices:
@@ -38,22 +39,30 @@ def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
 
 
 def engine_findings(node: NodeState) -> Iterator[Finding]:
-    """Report of a node's engines: what they avoid, why a model is not served, what multiplies with packed weights."""
+    """Report of a node's engines: what they avoid, why a model is not served, what computes it, and what is slow."""
     for engine in node.engines:
+        name = f"{engine.model}.{engine.replica}" if engine.replica else engine.model
         for stage in engine.stages:
             for products in stage.products:
                 yield _products_finding(engine.model, stage.node_name, products)
+            for path in stage.slow_paths:
+                yield warning(
+                    id=f"engine.{engine.model}.slow",
+                    what=f"{engine.model} on {stage.node_name}: {path.what}",
+                    fact=f"{path.reason}; {path.cost}",
+                    remedy=f"on {stage.node_name}: {path.remedy}" if path.remedy else "",
+                )
         for entry in engine.left_out:
             yield problem(
-                id=f"engine.{engine.model}.left_out",
-                what=f"{engine.model}: {left_out_text(entry)}",
+                id=f"engine.{name}.left_out",
+                what=f"{engine.title}: {left_out_text(entry)}",
                 remedy=f"see 'edgepipe logs' on {entry.node_name}; if this comes back, restart that machine",
             )
         if engine.state == "waiting":
             error = engine.error or EdgepipeError("no reason is known")
             yield problem(
-                id=f"engine.{engine.model}.waiting",
-                what=f"{engine.model} is not served now: {error.what}",
+                id=f"engine.{name}.waiting",
+                what=f"{engine.title} is not served now: {error.what}",
                 fact=error.fact,
                 remedy=error.next_step,
             )

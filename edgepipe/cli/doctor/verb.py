@@ -6,13 +6,16 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from edgepipe.cli.doctor.findings import Finding, Level, worst
+from edgepipe.cli.doctor.measured_view import measure_here
 from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json
 from edgepipe.cli.output import columns, make_console, print_json, wrapped
+from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 _MARKS = {
@@ -28,6 +31,16 @@ def doctor(
         list[str] | None,
         typer.Option("--peer", metavar="PEER", help="A member, or HOST or HOST:PORT of another machine; repeatable."),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Measure this machine's device in at most five minutes, and write the figures to a file."
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="With --measure: the file.  [default: named after the chip]"),
+    ] = None,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -35,7 +48,14 @@ def doctor(
     from edgepipe.cli.doctor.examining import examine
     from edgepipe.config import load_config
 
+    if output is not None and not measure:
+        raise ConfigInvalid("--output names the file of --measure", next_step="edgepipe doctor --measure --output FILE")
     config = load_config({"data_dir": data_dir}).values
+    if measure:
+        if peer:
+            raise ConfigInvalid("--measure measures this machine alone", next_step="edgepipe doctor --measure")
+        measure_here(config, as_json=as_json, output=output)
+        return
     findings = asyncio.run(examine(config, peer or [], say=_nothing if as_json else _print_finding))
     level = worst(findings)
     if as_json:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +11,6 @@ from edgepipe.cli.output import make_console
 if TYPE_CHECKING:
     from edgepipe.wire.nodes import ClusterStatus, MemberState
     from edgepipe.wire.serving import ReplicateEvent
-
-Key = tuple[str, str]  # a model's name and its manifest's hash
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCopies:
-    """Nodes that have a model's parts on disk."""
-
-    fewest: int  # disks that hold its rarest part
-    nodes: tuple[str, ...]  # names of the nodes with any part
-
-
-def copies_of(members: Iterable[MemberState]) -> dict[Key, ModelCopies]:
-    """Count the copies of every model on the members' disks."""
-    parts: dict[Key, dict[str, set[int]]] = {}  # parts on each node's disk
-    for member in members:
-        for model in member.node.models:
-            node_parts = parts.setdefault((model.model, model.manifest_hash), {}).setdefault(member.node.name, set())
-            node_parts.update(part for run in model.parts for part in run)
-    found: dict[Key, ModelCopies] = {}
-    for key, nodes in parts.items():
-        holding = {name: held for name, held in nodes.items() if held}
-        last = max((max(held) for held in holding.values()), default=-1)
-        counts = [sum(part in held for held in holding.values()) for part in range(last + 1)]
-        found[key] = ModelCopies(fewest=min(counts, default=0), nodes=tuple(sorted(holding)))
-    return found
 
 
 def members_of(data_dir: Path) -> Sequence[MemberState]:
@@ -74,12 +47,19 @@ def copies_text(copies: Mapping[str, Any] | None) -> str:
     return f"{copies['fewest']} ({', '.join(copies['nodes'])})"
 
 
-async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) -> list[dict[str, Any]]:
-    """Replicate, with a progress bar per node on stderr. Return the copies. Raises errors of ``Admin.replicate``."""
+async def replicate_with_progress(
+    data_dir: Path, model: str, *, copies: int, lines: bool = False
+) -> list[dict[str, Any]]:
+    """Replicate, with a progress bar per node on stderr, or with ``lines`` of JSON on stdout. Return the copies.
+
+    Raises errors of ``Admin.replicate``.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from edgepipe.cli.admin import connect
+    from edgepipe.cli.views.progress_lines import ProgressLines
 
+    printed = ProgressLines()
     console = make_console(stderr=True)
     columns = (TextColumn("to {task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     last: ReplicateEvent | None = None
@@ -89,6 +69,12 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
         async with connect(data_dir) as admin:
             async for event in admin.replicate(model, copies=copies):
                 last = event
+                if lines:
+                    done, total = (
+                        sum(copy.bytes_done for copy in event.copies),
+                        sum(copy.bytes_total for copy in event.copies),
+                    )
+                    printed.show("copying", bytes_done=done, bytes_total=total)
                 for number, copy in enumerate(event.copies):
                     if number == len(progress.tasks):
                         progress.add_task(copy.node_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.views.copies_view import Key, copies_of
+from edgepipe.cluster.model_copies import Key, copies_of
 from edgepipe.errors import ModelInvalid
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from rich.text import Text
 from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
-from edgepipe.planner.preview import Preview, busy_fraction, experts_text, plan_text
+from edgepipe.planner.preview import Preview, busy_fraction, experts_text, host_kv_tokens, plan_text
 from edgepipe.planner.profiles import MEASURED
-from edgepipe.spec.facts import KV_8BIT
+from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT
 from edgepipe.spec.longrope import factors_in_words
 from edgepipe.spec.memory_classes import state_slots
 from edgepipe.units import format_bytes, format_duration_s, format_rate
@@ -200,14 +200,16 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
     chats = found.kv_tokens // demand.context_tokens
     room = _count(chats, "chat") if chats else "less than one chat"
     table.add_row("  KV room", f"{found.kv_tokens:,} tokens", f"{room} of {demand.context_tokens:,}")
-    if slots := state_slots(demand.config, found.kv_tokens):
+    if below := host_kv_tokens(found):
+        table.add_row("  KV in RAM", f"{below:,} tokens", "of chats that have no room; serve --kv-ram auto")
+    if slots := state_slots(demand.config, found.kv_tokens, most_slots=found.most_slots):
         size = format_bytes(demand.config.state_bytes())
-        table.add_row("  states", f"{slots} of {size}", "a running chat has one, others are snapshots")
+        what = f"one for each running chat; snapshots every {slots.gap:,} tokens"
+        table.add_row("  states", f"{slots.num_slots} of {size}", what)
     yield table
     yield indented(Text(_sources(found, now_s=time.time()), style="dim"))
     if not chats:
-        wide = any(stage.machine.room.kv != KV_8BIT for stage in found.stages)
-        room = f"--kv {KV_8BIT} makes room for twice that" if wide else "a smaller type leaves more room"
+        room = _narrower_kv({stage.machine.room.kv for stage in found.stages})
         yield indented(Text(f"a chat has {found.kv_tokens:,} tokens at most; {room}", style="yellow"))
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
         told = (
@@ -231,6 +233,15 @@ def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str
         yield f"  {label}", f"{way.chunk_tokens:,} tokens", steps
 
 
+def _narrower_kv(forms: set[str]) -> str:
+    """Say what makes room for more KV than stages with these forms of it have."""
+    if KV_4BIT in forms:
+        return "a smaller type leaves more room"
+    if KV_8BIT in forms:
+        return f"--kv {KV_4BIT} makes room for almost twice that"
+    return f"--kv {KV_8BIT} makes room for twice that, --kv {KV_4BIT} for almost four times"
+
+
 def _sources(found: Plan, *, now_s: float) -> str:
     """Describe the sources of the predictions, and their age."""
     measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
@@ -241,9 +252,9 @@ def _sources(found: Plan, *, now_s: float) -> str:
         if when:
             devices += f" {format_duration_s(max(1.0, now_s - min(when)))} ago"
     elif any(measured):
-        devices = f"{sum(measured)} of {len(measured)} devices measured, others estimated from data sheets"
+        devices = f"{sum(measured)} of {len(measured)} devices measured, others estimated from their rates"
     else:
-        devices = "devices estimated from data sheets"
+        devices = "devices estimated from their rates of memory and products"
     if not links:
         return devices
     how = "measured" if all(links) else "assumed" if not any(links) else "partly measured"

@@ -26,14 +26,13 @@ _DECODE, _PREFILL, _M = "#4e79a7", "#f28e2b", "#222222"
 def plot_reports(reports: Sequence[RunReport], path: Path) -> None:
     """Write a chart; the file's suffix sets its format. Raises FeatureMissing, ConfigInvalid.
 
-    Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill), and
-    tokens per micro-batch with M over the whole run.
+    Per run: a timeline of a few turns in the middle (a bar is a step on a stage, hatched where it holds prefill),
+    tokens per micro-batch with M over the whole run, and the KV cache with the ends of phases.
     """
-    figure = new_figure(height=5.2 * len(reports))
-    for index, report in enumerate(reports):
-        timeline, tokens = (figure.add_subplot(2 * len(reports), 1, 2 * index + offset) for offset in (1, 2))
-        _draw_timeline(timeline, report)
-        _draw_tokens(tokens, report)
+    figure = new_figure(height=7.8 * len(reports))
+    draws = (_draw_timeline, _draw_tokens, _draw_kv)
+    for (index, report), (place, draw) in itertools.product(enumerate(reports), enumerate(draws, start=1)):
+        draw(figure.add_subplot(len(draws) * len(reports), 1, len(draws) * index + place), report)
     save_figure(figure, path)
 
 
@@ -108,6 +107,33 @@ def _draw_tokens(axes: Any, report: RunReport) -> None:
     counts.set_ylabel("M")
     handles = [*axes.get_legend_handles_labels()[0], *counts.get_legend_handles_labels()[0]]
     axes.legend(handles=handles, loc="upper right", fontsize=8, ncols=3)
+
+
+def _draw_kv(axes: Any, report: RunReport) -> None:
+    spread = f"decodes of a turn's micro-batches deviate by {report.decode_rows_deviation:.1f} rows"
+    axes.set_title(_title(report, f"KV cache in use; {spread}"), loc="left", fontsize=10)
+    shares = [step.used_blocks / max(1, report.facts.num_blocks) for step in report.steps]
+    axes.plot([step.planned_s for step in report.steps], shares, color=_DECODE, linewidth=1)
+    switches = [
+        place for place, step in enumerate(report.steps) if place and _begins_phase(report.steps[place - 1], step)
+    ]
+    axes.plot(
+        [report.steps[place].planned_s for place in switches],
+        [shares[place] for place in switches],
+        ".",
+        color=_PREFILL,
+        label="change between prompts and decodes",
+    )
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel("s", fontsize=8)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _begins_phase(before: StepRecord, step: StepRecord) -> bool:
+    """Return whether prompts alone follow decodes alone, or the reverse."""
+    both = any(each.prefill_tokens and each.decode_rows for each in (before, step))
+    return not both and bool(before.prefill_tokens) != bool(step.prefill_tokens)
 
 
 def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:

@@ -92,6 +92,7 @@ def _rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     yield from _stage_rows(reports)
     yield "bubble", lambda report: f"{report.bubble:.1%}"
     yield "tokens/micro-batch", lambda report: f"{report.step_tokens_mean:.1f} ± {report.step_tokens_deviation:.1f}"
+    yield "  decodes in a turn", lambda report: f"± {report.decode_rows_deviation:.1f}"
     yield "micro-batches M", _micro_batches
     yield "KV mean · peak", lambda report: f"{report.kv_mean:.0%} · {report.kv_peak:.0%}"
     yield "preemptions", lambda report: str(report.facts.preemptions)

@@ -10,18 +10,19 @@ from rich.text import Text
 
 from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.cli.serve import layers_of
-from edgepipe.cli.views.copies_view import ModelCopies, copies_of
 from edgepipe.cli.views.left_out import left_out_text
 from edgepipe.cluster.absence import absence_text, continuing_text, joined, missed, since_text, stopped
+from edgepipe.cluster.model_copies import ModelCopies, copies_of
 from edgepipe.units import format_bytes, format_duration_s
+from edgepipe.versions import is_behind, newest
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.padding import Padding
     from rich.table import Table
 
-    from edgepipe.backend.types import PackedProducts
-    from edgepipe.wire.engines import Advice, EngineState, PromptSteps
+    from edgepipe.backend.types import PackedProducts, SlowPath
+    from edgepipe.wire.engines import Advice, DraftState, EngineState, PromptSteps
     from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, Transfer
 
 _BAR_CELLS = 10
@@ -44,6 +45,8 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
     if news := news_of(status):
         yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
+    for text in behind_notes(status):
+        yield Text(text, style="yellow")
     for link in status.broken_links:
         node, other = (_short(names.get(end, end)) for end in (link.node_id, link.other_id))
         yield Text(f"{node} and {other} do not reach each other, but this machine reaches both", style="yellow")
@@ -83,6 +86,15 @@ def trust_notes(status: ClusterStatus) -> Iterator[str]:
             yield f"'{other.name}' at {other.address} claims to be in this cluster: other version, or not paired"
         elif len(status.members) == 1:
             yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with it"
+
+
+def behind_notes(status: ClusterStatus) -> Iterator[str]:
+    """Name the nodes whose version is older than that of another node, with the command."""
+    latest = newest(member.node.edgepipe_version for member in status.members)
+    for member in status.members:
+        if is_behind(version := member.node.edgepipe_version, latest):
+            name = _short(member.node.name)
+            yield f"{name} runs edgepipe {version}, another node {latest}; on {name}: edgepipe update"
 
 
 def news_of(status: ClusterStatus) -> str:
@@ -174,7 +186,7 @@ def _device(device: DeviceState) -> tuple[Text, Text]:
 
 
 def _engine(engine: EngineState) -> Iterator[RenderableType]:
-    line = Text(engine.model, style="bold")
+    line = Text(engine.title, style="bold")
     if engine.names:
         line.append(f" ({', '.join(engine.names)})")
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
@@ -209,6 +221,7 @@ def render_plan(engine: EngineState) -> Iterator[RenderableType]:
         yield _Ring(engine)
         yield _stages(engine)
         yield from _packed_products(engine)
+        yield from _slow_paths(engine)
     if engine.state == "ready" and engine.why:
         yield from _sizing(engine)
     if engine.state == "ready" and engine.advice is not None:
@@ -242,9 +255,14 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
         lines.append(f"Slowest: {_place(engine, engine.bottleneck)} · {expected}")
     if engine.prompt_steps is not None:
         lines += _prompt_lines(engine, engine.prompt_steps)
+    if engine.drafts is not None:
+        lines += filter(None, [drafts_in_words(engine.drafts)])
     if engine.cached_tokens:
         hits = engine.cached_tokens / max(1, engine.admitted_tokens)
         lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens:,} tokens")
+    if engine.host_blocks:
+        used, room = (count * engine.block_size for count in (engine.used_host_blocks, engine.host_blocks))
+        lines.append(f"KV in RAM: {used:,} of {room:,} tokens; {engine.restored_tokens:,} came back")
     if engine.preemptions:
         lines.append(f"Preempted {_times(engine.preemptions)}: the KV cache is short")
     if engine.missed_snapshots:
@@ -256,6 +274,17 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
         lines.append(f"Moved {_times(engine.moves)}, as asked for; {_paused(engine.move_pause_ms)}")
     for line in lines:
         yield indented(Text(line, style="dim"))
+
+
+def drafts_in_words(drafts: DraftState) -> str:
+    """Return what drafts tokens, how often the drafts are right, and what that brings; empty before the first draft."""
+    if not drafts.source:
+        return "Drafts: off, as asked for"
+    if not drafts.drafted:
+        return ""
+    share = f"{drafts.accepted / drafts.drafted:.0%} of {drafts.drafted:,} right"
+    by = {"mtp": " by the model's own layer", "model": " by the draft model"}.get(drafts.source, "")
+    return f"Drafts{by}: {share} · chats with drafts are {drafts.factor:.2f} times as fast"
 
 
 def _prompt_lines(engine: EngineState, steps: PromptSteps) -> Iterator[str]:
@@ -350,6 +379,18 @@ def _packed_products(engine: EngineState) -> Iterator[Padding]:
         yield indented(Text(f"Packed weights: {products.by} on {', '.join(nodes[products])}", style=style))
         for text in filter(None, (products.reason, products.remedy)):
             yield indented(Text(text, style=style), by=4)
+
+
+def _slow_paths(engine: EngineState) -> Iterator[Padding]:
+    """Say what makes steps slow, by node, with cost and reason."""
+    nodes: dict[SlowPath, list[str]] = {}
+    for stage in engine.stages:
+        for path in stage.slow_paths:
+            nodes.setdefault(path, []).append(_short(stage.node_name))
+    for path, names in nodes.items():
+        yield indented(Text(f"Slow on {', '.join(names)}: {path.what}", style="yellow"))
+        for text in filter(None, (path.reason, path.cost, path.remedy)):
+            yield indented(Text(text, style="yellow"), by=4)
 
 
 def _downloads(transfers: list[tuple[MemberState, Transfer]], names: dict[str, str]) -> Table:

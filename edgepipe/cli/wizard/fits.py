@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.views.fitting import links_of, machines_of, rate_text, where_text
 from edgepipe.planner.preview import ModelFit, which_fit
@@ -28,7 +28,14 @@ class Fit:
 
     source: str  # argument of ``models pull``
     text: str  # one line for people
+    size_bytes: int = 0
+    where: str = ""  # a node's name, or a number of nodes; empty: it does not fit
     tokens_per_s: float = 0.0  # estimated rate of one chat; 0: it does not fit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value."""
+        rate = round(self.tokens_per_s, 1)
+        return {"model": self.source, "size_bytes": self.size_bytes, "fits": self.where, "tokens_per_s": rate}
 
 
 def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:
@@ -37,11 +44,17 @@ def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     machines = [(name, machines_of(status.members, *named_model(name))) for name in names]
     found = which_fit(machines, links_of(status.members))
     good = [
-        Fit(source=_source(fit), text=_text(fit), tokens_per_s=fit.plan.single.tokens_per_s)
+        Fit(
+            source=_source(fit),
+            text=_text(fit),
+            size_bytes=fit.weight_bytes,
+            where=where_text(fit.plan),
+            tokens_per_s=fit.plan.single.tokens_per_s,
+        )
         for fit in found
         if fit.plan is not None
     ]
-    bad = [Fit(source=_source(fit), text=_text(fit)) for fit in found if fit.plan is None]
+    bad = [Fit(source=_source(fit), text=_text(fit), size_bytes=fit.weight_bytes) for fit in found if fit.plan is None]
     return good, bad
 
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import Admin, ask_node
+from edgepipe.cli.admin import ask_node
 from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
 from edgepipe.cli.wizard.asking import AskedChoice, Asking, say, warn
 from edgepipe.cli.wizard.fits import HEADING, best_fit, fitting_models
 from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
 from edgepipe.errors import EdgepipeError, ModelUnknown
+from edgepipe.link.admin_client import Admin
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgepipe.addresses import with_port
-from edgepipe.cli.admin import Admin, ask_node, no_node, run_async, status_if_running
+from edgepipe.cli.admin import ask_node, no_node, run_async, status_if_running
 from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findings, network_findings
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
@@ -29,6 +29,7 @@ from edgepipe.errors import (
     NoPeersFound,
     PairingRejected,
 )
+from edgepipe.link.admin_client import Admin
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -454,7 +455,7 @@ def _measured_links(setup: Setup) -> dict[str, MachineLink]:
 
     async def ask(admin: Admin) -> dict[str, MachineLink]:
         own = (await admin.status()).node_id
-        return links_of(own, await admin.measure_links())
+        return links_of(own, (await admin.measure_links()).links)
 
     say("     measuring ...", style="dim")
     with suppress(EdgepipeError):

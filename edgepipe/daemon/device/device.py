@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from edgepipe.addresses import with_port
 from edgepipe.backend.types import DeviceProfile
@@ -13,6 +14,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
 from edgepipe.daemon.device.layer_measuring import LayerMeasuring
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
+from edgepipe.daemon.device.memory import Reservation
 from edgepipe.daemon.device.spare import SETTLED_S, SpareStage
 from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.network.introductions import Introductions
@@ -42,6 +44,7 @@ from edgepipe.wire.nodes import DeviceState
 logger = logging.getLogger(__name__)
 
 # Shortest and longest pause between questions to an engine after sleep, doubling.
+_MOST_HOST_BLOCKS = 1 << 20  # 16 million tokens in blocks of 16
 _ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0
 
 
@@ -149,15 +152,18 @@ class DeviceHost:
         config: ModelConfig,
         engine: Peer | None,
         weights: WeightTable = FLOATS,
+        draft_path: str = "",
     ) -> AsyncGenerator[PrepareEvent]:
         """Reserve memory and load a stage; yield progress, then ``Prepared``. On failure release everything.
+
+        ``draft_path``: of the draft model, whose memory ``weights`` names; empty: none.
 
         A living stage that holds the same shard stays as it is, with its weights and KV. One that holds another shard
         goes on serving until the new stage is loaded, if memory holds both. The stage takes plans only
         from ``engine`` (None: from any engine, where nothing is encrypted), which runs on ``engine_node``. Raises
         StaleEpoch, NoFeasiblePlacement, BackendUnavailable and the errors of loading.
         """
-        load = _load_command(request, path)
+        load = _load_command(request, path, draft_path)
         if (kept := await self._keep(request, engine_node, load)) is not None:
             await self._give_engine(self._holds[request.pipeline_id], engine)
             yield PrepareEvent(event=kept)
@@ -179,7 +185,7 @@ class DeviceHost:
                 if isinstance(report, ShardLoaded):
                     hold.ready = True
                     held = self._memory.loaded(request.pipeline_id, weight_bytes=report.weight_bytes)
-                    hold.prepared = self._prepared(child, report, request, config, held.kv_bytes)
+                    hold.prepared = self._prepared(child, report, request, config, held)
                     self._retire_soon(request.pipeline_id, hold)
                     self._holds_changed()
                     yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
@@ -408,25 +414,28 @@ class DeviceHost:
         self._tasks.create_task(self._give_up(pipeline_id, hold), name=f"release:{pipeline_id}")
 
     def _prepared(
-        self, child: Child, loaded: ShardLoaded, request: PrepareRequest, config: ModelConfig, kv_bytes: int
+        self, child: Child, loaded: ShardLoaded, request: PrepareRequest, config: ModelConfig, held: Reservation
     ) -> Prepared:
         assert self._spare.profile is not None  # each stage reports one at its start
         block_size = request.settings.block_size
-        most_blocks = memory_classes(config).most_blocks(
+        most_blocks = partial(
+            memory_classes(config).most_blocks,
             max(1, loaded.kv_block_bytes),
             loaded.window_block_bytes,
             state_bytes=config.state_bytes(layer for part in request.placement.slices for layer in part.layers),
             block_size=block_size,
-            room_bytes=kv_bytes,
-            wanted=-(-request.kv_tokens // block_size),
         )
+        tier_bytes = self._memory.tier_bytes(request.pipeline_id)
+        wanted, most_slots = -(-request.kv_tokens // block_size), request.settings.most_slots
         return Prepared(
             address=with_port(child.settings.host, child.port),
-            max_blocks=most_blocks or 1,
+            max_blocks=most_blocks(room_bytes=held.kv_bytes, wanted=wanted, most_slots=most_slots) or 1,
+            max_host_blocks=most_blocks(room_bytes=tier_bytes, wanted=_MOST_HOST_BLOCKS),
             kv_block_bytes=loaded.kv_block_bytes,
             window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,
             products=loaded.products,
+            slow_paths=loaded.slow_paths,
             settings=loaded.settings,
             profile=as_loaded(self._spare.profile, request.placement.ram_percent),
             certificate=child.certificate,
@@ -465,11 +474,12 @@ def _unmeasured(backend: str) -> DeviceProfile:
     )
 
 
-def _load_command(request: PrepareRequest, path: str) -> LoadShard:
+def _load_command(request: PrepareRequest, path: str, draft_path: str) -> LoadShard:
     return LoadShard(
         pipeline_id=request.pipeline_id,
         epoch=request.epoch,
         path=path,
         placement=request.placement,
         settings=request.settings,
+        draft_path=draft_path,
     )

@@ -14,9 +14,10 @@ from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.planner.placement import lacks_ram
-from edgepipe.spec.expert_places import split_kind, with_ram_percent
+from edgepipe.spec.expert_places import AUTO, split_kind, with_ram_percent
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.spec.memory_classes import kv_bytes
+from edgepipe.spec.memory_classes import AUTO_TIER_PARTS, kv_bytes
+from edgepipe.units import format_bytes
 from edgepipe.weights.resident import WIDE, resident_sizes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import PrepareRequest
@@ -86,22 +87,56 @@ class DeviceMemory:
             raise PlanInvalid(
                 f"layers {beyond} are not all in the model", fact=f"it has layers 0-{config.num_layers - 1}"
             )
-        kv = kv_bytes(config, request.kv_tokens, form=settings.kv or dtype)
+        kv = kv_bytes(config, request.kv_tokens, form=settings.kv or dtype, most_slots=settings.most_slots)
         stage_kv = sum(kv[layer] for part in slices for layer in part.layers)
         sizes = resident_sizes(config, weights, kind=self._packing_of(request), dtype=dtype)
         weight_bytes = sum(sizes.of_slice(part) for part in slices)
         in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in slices)
         self._check_ram(request.pipeline_id, in_ram)
+        beside, on_host = self._tier(request, in_ram)
         kv_token_bytes = -(-stage_kv // max(1, request.kv_tokens))  # windows keep fewer: a mean
         held = self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=weight_bytes,
             kv_token_bytes=kv_token_bytes,
             kv_tokens=request.kv_tokens,
+            tier_bytes=on_host,
         )
         if self._ram is not None:
-            self._ram.reserve(request.pipeline_id, weight_bytes=in_ram, kv_token_bytes=0, kv_tokens=0)
+            self._ram.reserve(
+                request.pipeline_id, weight_bytes=in_ram, kv_token_bytes=0, kv_tokens=0, tier_bytes=beside
+            )
         return held.kv_bytes >= kv_token_bytes * request.kv_tokens
+
+    def _tier(self, request: PrepareRequest, in_ram: int) -> tuple[int, int]:
+        """Return the bytes of host memory for idle KV: beside the device's memory, and in it where that is the host's.
+
+        Raises NoFeasiblePlacement if the wanted bytes are not free.
+        """
+        wanted = request.settings.kv_ram
+        if not wanted or (wanted == AUTO and self._ram is None):
+            return 0, 0
+        if wanted != AUTO and not wanted.isdecimal():
+            raise PlanInvalid(f"'{wanted}' is no size of host memory", fact="it is auto or a number of bytes")
+        if self._ram is None:
+            return 0, int(wanted)
+        held = self._ram.held.get(request.pipeline_id)
+        free = self._ram.free_bytes + (held.num_bytes if held is not None else 0) - in_ram
+        if wanted == AUTO:
+            return max(0, free) // AUTO_TIER_PARTS, 0
+        if int(wanted) > free:
+            raise NoFeasiblePlacement(
+                f"node {self._node_name} lacks host memory for idle conversations",
+                fact=f"--kv-ram asks for {format_bytes(int(wanted))}, {format_bytes(max(0, free))} are free",
+                next_step=f"give --kv-ram {max(0, free) // 10**6}MB or less, or auto",
+                node=self._node_name,
+            )
+        return int(wanted), 0
+
+    def tier_bytes(self, pipeline_id: str) -> int:
+        """Return the host memory reserved for a pipeline's idle KV."""
+        ledgers = [ledger for ledger in (self._ledger, self._ram) if ledger is not None]
+        return sum(ledger.held[pipeline_id].tier_bytes for ledger in ledgers if pipeline_id in ledger.held)
 
     def reserve_beside(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> bool:
         """Set memory aside beside the reservation of the pipeline's running stage. Return whether both fit in full.
@@ -110,29 +145,32 @@ class DeviceMemory:
         """
         pipeline_id, ledger = request.pipeline_id, self._ledger
         held = self._ram.held.get(pipeline_id) if self._ram is not None else None
-        in_ram = request.placement.ram_percent or (held is not None and held.num_bytes)
+        in_ram = request.placement.ram_percent or (held is not None and held.weight_bytes)
         if ledger is None or in_ram or pipeline_id not in ledger.held or _before(pipeline_id) in ledger.held:
             return False
-        ledger.rename(pipeline_id, _before(pipeline_id))
+        self._rename(pipeline_id, _before(pipeline_id))
         try:
             fits = self.reserve(request, config, weights)
         except EdgepipeError:
             fits = False
         if not fits:
-            ledger.release(pipeline_id)
-            ledger.rename(_before(pipeline_id), pipeline_id)
+            self.keep_before(pipeline_id)
         return fits
 
     def keep_before(self, pipeline_id: str) -> None:
         """Drop the reservation made beside the running stage, which stays."""
         if self._ledger is not None and _before(pipeline_id) in self._ledger.held:
-            self._ledger.release(pipeline_id)
-            self._ledger.rename(_before(pipeline_id), pipeline_id)
+            self.release(pipeline_id)
+            self._rename(_before(pipeline_id), pipeline_id)
 
     def release_before(self, pipeline_id: str) -> None:
         """Release the reservation of the stage that another one has replaced."""
-        if self._ledger is not None:
-            self._ledger.release(_before(pipeline_id))
+        self.release(_before(pipeline_id))
+
+    def _rename(self, holder: str, other: str) -> None:
+        for ledger in (self._ledger, self._ram):
+            if ledger is not None and holder in ledger.held:
+                ledger.rename(holder, other)
 
     def _packing_of(self, request: PrepareRequest) -> str:
         """Return the packing of a stage's weights. Raises NoFeasiblePlacement if the node keeps no experts in RAM."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
@@ -44,11 +44,12 @@ class Reservation:
 
     weight_bytes: int
     kv_bytes: int
+    tier_bytes: int = 0  # host memory for idle KV
 
     @property
     def num_bytes(self) -> int:
-        """Weights and KV together."""
-        return self.weight_bytes + self.kv_bytes
+        """All together."""
+        return self.weight_bytes + self.kv_bytes + self.tier_bytes
 
 
 class MemoryPressure:
@@ -93,13 +94,16 @@ class MemoryLedger:
         """Reservations by pipeline."""
         return self._held
 
-    def reserve(self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int) -> Reservation:
+    def reserve(
+        self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int, tier_bytes: int = 0
+    ) -> Reservation:
         """Reserve memory for weights and ``kv_tokens`` of KV, or for fewer tokens if a fair share holds no more.
 
         Replaces the reservation of ``holder``. Raises NoFeasiblePlacement with the missing bytes; then nothing changes.
         """
         free = self.free_bytes + (self._held[holder].num_bytes if holder in self._held else 0)
-        least = weight_bytes + min(kv_tokens, _MIN_KV_TOKENS) * kv_token_bytes
+        fixed = weight_bytes + tier_bytes
+        least = fixed + min(kv_tokens, _MIN_KV_TOKENS) * kv_token_bytes
         if least > free:
             raise NoFeasiblePlacement(
                 f"node {self._node} lacks {format_bytes(least - free)}",
@@ -108,8 +112,9 @@ class MemoryLedger:
                 node=self._node,
             )
         share = _HOST_KV_FRACTION if self._on_host else _GPU_KV_FRACTION
-        most = max(int((free - weight_bytes) * share), least - weight_bytes)
-        held = Reservation(weight_bytes=weight_bytes, kv_bytes=min(kv_tokens * kv_token_bytes, most))
+        most = max(int((free - fixed) * share), least - fixed)
+        kv_bytes = min(kv_tokens * kv_token_bytes, most)
+        held = Reservation(weight_bytes=weight_bytes, kv_bytes=kv_bytes, tier_bytes=tier_bytes)
         self._held[holder] = held
         return held
 
@@ -117,7 +122,7 @@ class MemoryLedger:
         """Record the real size of the loaded weights; bytes beyond their reservation reduce the KV's."""
         held = self._held.get(holder, Reservation(weight_bytes=weight_bytes, kv_bytes=0))
         if (more := weight_bytes - held.weight_bytes) > 0:
-            held = Reservation(weight_bytes=weight_bytes, kv_bytes=max(0, held.kv_bytes - more))
+            held = replace(held, weight_bytes=weight_bytes, kv_bytes=max(0, held.kv_bytes - more))
             self._held[holder] = held
         return held
 

@@ -7,9 +7,9 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,7 @@ from edgepipe.daemon.offers import PublishedState
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.files.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
 from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.drafting import draft_kv_tokens, drafting
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.names import canonical_name, is_name
 from edgepipe.store.hub_tensors import hub_tensors
@@ -31,8 +32,9 @@ from edgepipe.store.store import ModelStore, StoredModel, tensor_names
 from edgepipe.store.typed_names import meant_names, nearest, understood
 from edgepipe.weights.manifest import Manifest
 from edgepipe.weights.tensor_folder import ShardWriter
-from edgepipe.weights.weight_table import WeightTable
+from edgepipe.weights.weight_table import DraftModelNeed, WeightTable
 from edgepipe.wire.children import PrepareProgress
+from edgepipe.wire.engines import StagePlacement
 from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class LocalModel:
     manifest_hash: str
     config: ModelConfig
     stored: StoredModel
+    draft: LocalModel | None = None  # drafts beside the head, and takes memory there
 
     @property
     def config_json(self) -> str:
@@ -63,13 +66,29 @@ class LocalModel:
 
     @property
     def weights(self) -> WeightTable:
-        """The forms of its weights."""
-        return self.stored.weight_table
+        """The forms of its weights, with the memory that its draft model needs."""
+        table, draft = self.stored.weight_table, self.draft
+        if draft is None:
+            return table
+        tokens = draft_kv_tokens(draft.config)
+        return replace(table, draft=DraftModelNeed(config=draft.config, weights=draft.weights, kv_tokens=tokens))
 
     @property
     def weights_json(self) -> str:
         """The forms of its weights, as an engine takes them."""
         return self.weights.to_json()
+
+    def drafting(self) -> LocalModel:
+        """Return the model with the layer that predicts one token more. Raises ConfigInvalid if it has none."""
+        return replace(self, config=drafting(self.config, self.name))
+
+    def drafted_by(self, draft: LocalModel | None) -> LocalModel:
+        """Return the model with a draft model, or without one."""
+        return replace(self, draft=draft)
+
+    def as_placed(self, stages: Iterable[StagePlacement]) -> LocalModel:
+        """Return the model as stages hold it: with the layer that predicts one token more, or without."""
+        return replace(self, config=self.config.holding([part for stage in stages for part in stage.slices]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Introductions:
     def refresh(self) -> None:
         """Compute the known peers and send them to all processes. This cuts the calls of peers that are not known."""
         known = self._known()
-        self.security.introduce([*known.callers, *known.engines], nodes=known.nodes)
+        self.security.introduce([*known.callers, *known.engines, *known.gateways], nodes=known.nodes)
         for child in self.children.running():
             child.introduce(_peers_of(child, known))
 

@@ -7,11 +7,12 @@ import logging
 from contextlib import aclosing
 
 from edgepipe.cluster.changes import Changes
-from edgepipe.daemon.offers import ChildSetup, ClusterSummary, PublishedState, RequestedModels
+from edgepipe.daemon.offers import BatchReports, ChildSetup, ClusterSummary, PublishedState, RequestedModels
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.processes.kept_models import KeptModelsFile
 from edgepipe.daemon.processes.load_turns import MOST_WAITING, Decision, LoadTurns
 from edgepipe.errors import CapacityError, EdgepipeError
+from edgepipe.wire.batches import BatchReport
 from edgepipe.wire.children import KeptModels, LoadFailed, LoadQueue, LoadWanted, Report, UnloadWanted
 from edgepipe.wire.nodes import ClusterView
 
@@ -34,6 +35,7 @@ class GatewayKeeper:
         views: ClusterSummary,
         requested: RequestedModels,
         kept: KeptModelsFile,
+        batches: BatchReports,
         tasks: asyncio.TaskGroup,
         local: PublishedState,
     ) -> None:
@@ -42,6 +44,7 @@ class GatewayKeeper:
         self._turns = LoadTurns()  # turns of the models that requests wait for
         self._told_queue = LoadQueue()
         self._kept = kept
+        self._batches = batches
         self._child: Child | None = None  # the newest
         self.http_port = 0  # port of the running process
         self.certificate = b""  # certificate of the running process
@@ -87,6 +90,7 @@ class GatewayKeeper:
                 await child.exited.wait()
             finally:
                 feeder.cancel()
+            self._batches.forget()
             if child.stopping:
                 return
             if now_s() - began_s > _HEALTHY_S:
@@ -103,6 +107,8 @@ class GatewayKeeper:
         match report:
             case LoadWanted(model=model, owner=owner):
                 self._apply(self._turns.want(model, owner, now_s=asyncio.get_running_loop().time()))
+            case BatchReport():
+                self._batches.take(report)
             case KeptModels():
                 self._kept.keep(report)
             case UnloadWanted(model=model) if model not in self._unloading:

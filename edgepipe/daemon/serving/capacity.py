@@ -64,6 +64,7 @@ def rooms_of(node: NodeState, settings: StageSettings, *, states: bool = False, 
         shares_host_memory=uses_host_memory(device.profile),
         packing=device.profile.packing,
         kv=settings.kv,
+        most_slots=settings.most_slots,
         ram_bytes=device.ram_free_bytes + beside,
     )
     return [room]

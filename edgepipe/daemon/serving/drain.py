@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 
 from edgepipe.daemon.device.device import DeviceHost
@@ -20,7 +20,7 @@ from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.wire.serving import DrainEvent, PlanWanted
+from edgepipe.wire.serving import DrainEvent, PlanWanted, ServeBody
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Drain:
 
     def __post_init__(self) -> None:
         self.active = False
+        self._ending: set[str] = set()  # pipelines that end with this node: other replicas of their models go on
 
     @property
     def is_needed(self) -> bool:
@@ -92,6 +93,7 @@ class Drain:
     def undo(self) -> None:
         """Take work again."""
         self.active = False
+        self._ending.clear()
         self.local.refresh()
 
     async def _run(self) -> AsyncGenerator[DrainEvent]:
@@ -160,8 +162,20 @@ class Drain:
                 try:
                     await self.replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
                 except NoFeasiblePlacement as error:
-                    return error
+                    if not self._goes_on(record, hosted):
+                        return error
+                    self._ending.add(record.pipeline_id)
         return None
+
+    def _goes_on(self, record: ServeBody, hosted: Collection[str]) -> bool:
+        """Return whether another replica of the model answers without this node; ``hosted``: pipelines with stages
+        here. Gateways then continue this one's requests there."""
+        staying = [node for node in self.peers.nodes() if not node.draining and not self.peers.is_self(node.node_id)]
+        return any(
+            engine.model == record.spec.model and engine.state == "ready" and engine.pipeline_id not in hosted
+            for node in staying
+            for engine in node.engines
+        )
 
     def _coming(self) -> list[str]:
         """Return the names of the nodes whose device is starting."""
@@ -179,8 +193,13 @@ class Drain:
         self.engines.hand_over()
 
     def _left(self) -> DrainEvent:
-        """Return the stages and engines still here; a stage whose engine runs nowhere does not count."""
-        stages = tuple(pipeline_id for pipeline_id in self.device.pipelines() if self.directory.has_engine(pipeline_id))
+        """Return the stages and engines still here; a stage whose engine runs nowhere, or whose replica ends, does not
+        count."""
+        stages = tuple(
+            pipeline_id
+            for pipeline_id in self.device.pipelines()
+            if self.directory.has_engine(pipeline_id) and pipeline_id not in self._ending
+        )
         return DrainEvent(stages=stages, engines=tuple(state.model for state in self.engines.states()))
 
     def _others(self) -> list[str]:

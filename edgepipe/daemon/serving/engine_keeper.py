@@ -160,6 +160,7 @@ class EngineKeeper:
             self._book.take_over(record.pipeline_id)
             model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
             if self._ownership.still_wants(record, self._sight()):
+                model = model.as_placed(record.spec.stages)
                 await self._engines.start(
                     request, model_config=model.config_json, model_weights=model.weights_json, resuming=True
                 )

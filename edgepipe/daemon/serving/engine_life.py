@@ -68,6 +68,7 @@ class _Life:
     run: int
     pipeline_id: str
     model: str
+    replica: int
     ring: tuple[str, ...]
     restarts: Restarts
     resuming: bool  # the newest process continues another one's requests
@@ -138,13 +139,14 @@ class EngineLives:
         for life in list(self._lives.values()):
             if life.pipeline_id == event.pipeline_id:
                 commands.append(self._kill(life, now_s))
-            elif life.model == event.model and life.phase is LifePhase.FAILED:
+            elif (life.model, life.replica) == (event.model, event.replica) and life.phase is LifePhase.FAILED:
                 del self._lives[life.run]
                 commands.append(Forget(run=life.run))
         life = _Life(
             run=event.run,
             pipeline_id=event.pipeline_id,
             model=event.model,
+            replica=event.replica,
             ring=event.ring,
             restarts=self._restarts_of(event.pipeline_id),
             resuming=event.resuming,

@@ -138,6 +138,9 @@ class EngineHost:
                 epoch=Epoch(0, EngineId("")),
                 manifest_hash=request.spec.manifest_hash,
                 template_keywords=request.spec.template_keywords,
+                num_replicas=request.spec.num_replicas,
+                replica=request.spec.replica,
+                replica_share=request.spec.replica_share,
                 state="recovering" if resuming else "starting",
                 message="starting the engine",
             ),
@@ -148,6 +151,7 @@ class EngineHost:
                 run=run.number,
                 pipeline_id=request.pipeline_id,
                 model=request.spec.model,
+                replica=max(1, request.spec.replica),
                 ring=_ring(request.spec),
                 resuming=resuming,
             )

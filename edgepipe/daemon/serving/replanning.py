@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.daemon.files.model_parts import fetch_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import placement_need, rooms_of, stages_of
+from edgepipe.daemon.serving.draft_models import as_drafted
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
@@ -24,8 +27,11 @@ from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.engines import Quarantined, ServeSpec
+from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable
 from edgepipe.wire.surveys import cluster_of
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SEQUENCES = 16
 """Concurrent chats assumed for a home cluster when a spec gives no number."""
@@ -41,11 +47,14 @@ def demand_of(
     """Return the demand implied by a serve spec."""
     context = min(spec.settings.context_length or config.context_length, config.context_length)
     conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
+    concurrency = spec.concurrency or DEFAULT_SEQUENCES
+    if spec.replica:
+        concurrency = max(1, ceil(concurrency * (spec.replica_share or 1 / max(1, spec.num_replicas))))
     return Demand(
         config=config,
         weights=weights,
         objective=Objective.THROUGHPUT if spec.throughput else Objective.LATENCY,
-        concurrency=spec.concurrency or DEFAULT_SEQUENCES,
+        concurrency=concurrency,
         context_tokens=conversation,
         must_keep_tokens=must_keep_tokens,
         read_tokens=min(_READ_TOKENS, conversation),
@@ -107,8 +116,17 @@ def seen_experts(known: Known, shares: Sequence[ExpertShare]) -> Known:
 class Replanner:
     """Computes placements for the engines beside this daemon, from the known state of the cluster."""
 
-    def __init__(self, *, peers: Peers, models: Models, surveyor: Surveyor) -> None:
+    def __init__(
+        self,
+        *,
+        peers: Peers,
+        models: Models,
+        surveyor: Surveyor,
+        taken: Callable[[str], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
+        """``taken`` returns the nodes that other replicas of a pipeline's model use: no stage goes there."""
         self._peers = peers
+        self._taken = taken
         self._models = models
         self._surveyor = surveyor
 
@@ -134,7 +152,8 @@ class Replanner:
 
     def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
-        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.settings, own=own))
+        nodes = self._free_of_others(own)
+        return frozenset(node.node_id for node in nodes if rooms_of(node, spec.settings, own=own))
 
     def name(self, node_id: str) -> str:
         """Return a node's name for people. Raises NodeUnreachable."""
@@ -146,11 +165,21 @@ class Replanner:
         """Place lost stages on other nodes if they fit there; else place all stages anew.
 
         If no placement avoids all that the engine avoids, nodes are allowed again first, soonest expiry first, and
-        links last. ``expert_shares``: that the model's steps read, as far as its engine has seen.
-        Raises NoFeasiblePlacement, ModelUnknown.
+        links last. ``expert_shares``: that the model's steps read, as far as its engine has seen. A draft model that no
+        longer fits is left out. Raises NoFeasiblePlacement, ModelUnknown.
         """
+        try:
+            return await self._plan(pipeline_id, wanted, expert_shares)
+        except NoFeasiblePlacement:
+            if not wanted.spec.settings.draft_model:
+                raise
+            bare = replace(wanted.spec, settings=wanted.spec.settings.without_draft_model())
+            logger.warning("pipeline=%s goes on without its draft model, which does not fit", pipeline_id)
+            return await self._plan(pipeline_id, replace(wanted, spec=bare), expert_shares)
+
+    async def _plan(self, pipeline_id: str, wanted: PlanWanted, expert_shares: Sequence[ExpertShare]) -> PlanMade:
         spec = wanted.spec
-        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        model = await self._model(spec)
         tries = Avoided.relaxed(wanted.left_out)
         known: Known | None = None
         while True:
@@ -161,9 +190,9 @@ class Replanner:
             known = known or seen_experts(await self.known(pipeline_id, spec), expert_shares)
             try:
                 return self.made(spec, await self.search(known, spec, avoided))
-            except NoFeasiblePlacement:
+            except NoFeasiblePlacement as error:
                 if not tries:
-                    raise
+                    raise self._with_taken(error, pipeline_id) from error
 
     async def place_anew(
         self,
@@ -187,12 +216,19 @@ class Replanner:
 
         Raises ModelUnknown.
         """
-        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        model = await self._model(spec)
         survey = await self._surveyor.known(model, spec.settings, own=pipeline_id, measure=measure)
         cluster = cluster_of(survey)
         links = replace(cluster.links, assumed=_UNMEASURED)
+        taken = self._taken(pipeline_id)
+        machines = tuple(machine for machine in cluster.machines if machine.node_id not in taken)
         demand = demand_of(model.config, spec, weights=model.weights)
-        return Known(model=model, demand=demand, cluster=replace(cluster, links=links))
+        return Known(model=model, demand=demand, cluster=replace(cluster, links=links, machines=machines))
+
+    async def _model(self, spec: ServeSpec) -> LocalModel:
+        """Return the model as its stages hold it. Raises ModelUnknown."""
+        model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+        return await as_drafted(self._models, spec, model.as_placed(spec.stages))
 
     async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         """Find the best placement by known measurements that uses nothing avoided. Raises NoFeasiblePlacement.
@@ -224,9 +260,23 @@ class Replanner:
 
     def _replaced(self, model: LocalModel, spec: ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
-        nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
+        nodes = [node for node in self._free_of_others(own) if node.node_id not in avoided.nodes]
         states = bool(model.config.state_bytes())
         rooms = [room for node in nodes for room in rooms_of(node, spec.settings, states=states, own=own)]
         need = placement_need(model.config, spec.settings.context_length, model.weights)
         broken = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)
+
+    def _free_of_others(self, own: str) -> list[NodeState]:
+        """Return the present nodes without those of the model's other replicas."""
+        taken = self._taken(own)
+        return [node for node in self._peers.nodes() if node.node_id not in taken]
+
+    def _with_taken(self, error: NoFeasiblePlacement, pipeline_id: str) -> NoFeasiblePlacement:
+        """Add to an error which nodes compute other replicas of the model."""
+        taken = self._taken(pipeline_id)
+        names = sorted(node.name for node in self._peers.nodes() if node.node_id in taken)
+        if not names:
+            return error
+        others = f"{', '.join(names)} compute other replicas of the model"
+        return error.changed(fact="; ".join(filter(None, [error.fact, others])))

@@ -17,7 +17,18 @@ from edgepipe.cluster.changes import Changes
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.offers import EngineSigns, PublishedState
-from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
+from edgepipe.daemon.serving.serve_rules import (
+    MAX_BODY_BYTES,
+    Facts,
+    Place,
+    counts_beside,
+    is_far_ahead,
+    lead,
+    order,
+    place_of,
+    refusal,
+    same_engine,
+)
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import PipelineId
 from edgepipe.plain_words import plain
@@ -38,7 +49,7 @@ logger = logging.getLogger(__name__)
 _once = Once(logger)
 
 _MOST_BYTES = 8 << 20
-_MOST_RECORDS = 64  # models, including stopped ones
+_MOST_RECORDS = 64  # pipelines of all models, including stopped ones
 _MOST_CHECKED = 512  # remembered results of signature checks
 _MOST_WAITING = 64  # new records of one node that are checked at once; then the rate below applies
 _CHECKS_PER_S = 4.0
@@ -73,7 +84,7 @@ class _Checks:
 
 
 class ServeBook:
-    """One record per model. Call methods on the event loop; ``run`` writes the disk."""
+    """One record per pipeline of a model. Call methods on the event loop; ``run`` writes the disk."""
 
     def __init__(
         self,
@@ -92,10 +103,10 @@ class ServeBook:
         self._signs = signs
         self._clock = clock
         self._local = local
-        self._records: dict[str, tuple[ServeBody, ServeRecord]] = {}  # one per model
+        self._records: dict[Place, tuple[ServeBody, ServeRecord]] = {}
         self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
         self._checks: dict[str, _Checks] = {}  # one per node that sends records
-        self._settled_at_s: dict[str, float] = {}  # one time per model
+        self._settled_at_s: dict[Place, float] = {}
         self._changed = asyncio.Event()
         self.unwritten = ""  # why the last write failed; empty: the disk has all records
         self._changes = Changes()
@@ -106,16 +117,29 @@ class ServeBook:
         return tuple(record for _, record in self._records.values())
 
     def bodies(self) -> list[ServeBody]:
-        """Return the bodies of all records."""
-        return [body for body, _ in self._records.values()]
+        """Return the bodies of all records that count, see ``serve_rules.lead``."""
+        return [body for body, _ in self._records.values() if self._counts(body)]
 
     def served(self) -> list[ServeBody]:
         """Return the models that are wanted and have answered."""
-        return [body for body, _ in self._records.values() if not body.stopped and body.begun]
+        return [body for body in self.bodies() if not body.stopped and body.begun]
 
     def stopped(self) -> list[str]:
         """Return the stopped pipelines."""
         return [body.pipeline_id for body, _ in self._records.values() if body.stopped]
+
+    def replicas(self, model: str) -> list[ServeBody]:
+        """Return all pipelines of the model that are not stopped, by the numbers of the replicas."""
+        wanted = [body for body, _ in self._records.values() if body.spec.model == model and not body.stopped]
+        return sorted(wanted, key=lambda body: place_of(body.spec))
+
+    def nodes_of_others(self, pipeline_id: str) -> frozenset[str]:
+        """Return the nodes that the model's other pipelines use: replicas share no machine."""
+        own = self.held(pipeline_id)
+        others = self.replicas(own.spec.model) if own is not None else []
+        return frozenset(
+            stage.node_id for body in others if body.pipeline_id != pipeline_id for stage in body.spec.stages
+        )
 
     def held(self, pipeline_id: str) -> ServeBody | None:
         """Return the body of a pipeline's record, running or stopped."""
@@ -127,7 +151,7 @@ class ServeBook:
         return held is not None and held.spec.on_request
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return the further names of served models, by pipeline.
+        """Return the further names of served models, by pipeline; replicas of a model share them.
 
         Of two models that want one name the one that an owner's node asked for has it, else none: no member draws the
         requests for another model's name to itself.
@@ -135,24 +159,24 @@ class ServeBook:
         ranked: dict[str, list[tuple[bool, str]]] = {}
         for body in self.served():
             for name in allowed_names(body.spec.names):
-                ranked.setdefault(name.lower(), []).append((self._is_owner(body.asker), body.pipeline_id))
+                ranked.setdefault(name.lower(), []).append((self._is_owner(body.asker), body.spec.model))
         granted: dict[str, str] = {}
         for name, wanted in ranked.items():
-            first = [pipeline_id for owned, pipeline_id in wanted if owned] or [each for _, each in wanted]
+            first = {model for owned, model in wanted if owned} or {model for _, model in wanted}
             if len(first) == 1:
-                granted[name] = first[0]
+                granted[name] = first.pop()
         return {
             body.pipeline_id: tuple(
-                name for name in allowed_names(body.spec.names) if granted.get(name.lower()) == body.pipeline_id
+                name for name in allowed_names(body.spec.names) if granted.get(name.lower()) == body.spec.model
             )
             for body in self.served()
         }
 
     def note_named(self, model: str, names: tuple[str, ...]) -> None:
         """Record the further names of a served model. Raises AccessDenied if this node may not change them."""
-        body, _ = self._records.get(model, (None, None))
-        if body is not None and not body.stopped and body.spec.names != names:
-            self._say(replace(body, spec=replace(body.spec, names=names)))
+        for body in self.replicas(model):
+            if body.spec.names != names:
+                self._say(replace(body, spec=replace(body.spec, names=names)))
 
     def record(self, pipeline_id: str) -> ServeRecord | None:
         """Return a pipeline's signed record."""
@@ -163,6 +187,7 @@ class ServeBook:
         body = self.held(engine.pipeline_id)
         return (
             body is not None
+            and self._counts(body)
             and (body.engine_node, body.spec.model) == (node_id, engine.model)
             and engine.manifest_hash in ("", body.spec.manifest_hash)
         )
@@ -181,7 +206,8 @@ class ServeBook:
                     body = self.held(pipeline_id)
                     known = (body.engine_node, body.spec.manifest_hash) if body is not None else None
                     if known == (node_id, manifest_hash) and body is not None and not body.stopped:
-                        return
+                        if self._counts(body):
+                            return
         except TimeoutError as exc:
             raise AccessDenied(
                 "the pipeline's engine is another one",
@@ -213,22 +239,37 @@ class ServeBook:
         held = self.held(pipeline_id)
         if held is None or held.stopped or held.engine_node != self._own:
             return
-        own = held.spec  # an engine does not decide who wants the model, nor how it is called
-        spec = replace(spec, on_request=own.on_request, names=own.names)
+        own = held.spec  # an engine does not decide who wants the model, how it is called, nor what its replicas are
+        spec = replace(
+            spec,
+            on_request=own.on_request,
+            names=own.names,
+            num_replicas=own.num_replicas,
+            replica=own.replica,
+            replica_pipelines=own.replica_pipelines,
+            replica_share=own.replica_share,
+        )
         body = replace(held, begun=True, spec=spec)
         if body != held:
             self._say_if_believed(body)
 
     def note_kept(self, model: str) -> None:
         """Record that a person wants the model served: until now it was only loaded for a request."""
-        body, _ = self._records.get(model, (None, None))
-        if body is not None and not body.stopped and body.spec.on_request:
-            self._say_if_believed(replace(body, spec=replace(body.spec, on_request=False)))
+        for body in self.replicas(model):
+            if body.spec.on_request:
+                self._say_if_believed(replace(body, spec=replace(body.spec, on_request=False)))
 
-    def note_stopped(self, model: str) -> ServeRecord | None:
-        """Record that a model is stopped. Raises AccessDenied if this node may not stop it."""
-        body, record = self._records.get(model, (None, None))
-        return record if body is None or body.stopped else self._say(replace(body, stopped=True))
+    def note_stopped(self, model: str) -> None:
+        """Record that all pipelines of a model are stopped. Raises AccessDenied if this node may not stop one that
+        counts."""
+        denied: AccessDenied | None = None
+        for body, counts in [(body, self._counts(body)) for body in self.replicas(model)]:
+            try:
+                self._say(replace(body, stopped=True))
+            except AccessDenied as error:
+                denied = error if counts else denied
+        if denied is not None:
+            raise denied
 
     def take_over(self, pipeline_id: str) -> None:
         """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node has lost it."""
@@ -242,7 +283,7 @@ class ServeBook:
 
     def hand_back(self, other: ServeBody) -> None:
         """Yield this node's engine to the one that another node reported. Raises AccessDenied."""
-        body, _ = self._records.get(other.spec.model, (None, None))
+        body, _ = self._records.get(place_of(other.spec), (None, None))
         if body is not None:
             self._say(replace(body, engine_node=other.engine_node))
 
@@ -276,7 +317,7 @@ class ServeBook:
             body = self._read(source, record) if record.body not in known else None
             if body is None:
                 continue
-            held = self._records.get(body.spec.model)
+            held = self._records.get(place_of(body.spec))
             why = self._refusal(body)
             if not why:
                 self._take(body, record)
@@ -320,13 +361,17 @@ class ServeBook:
     def _own(self) -> str:
         return self._trust.key_pair.fingerprint
 
+    def _counts(self, body: ServeBody) -> bool:
+        """Return whether a record counts beside those of the model's other pipelines."""
+        return counts_beside(body, lead(self.replicas(body.spec.model)))
+
     def _is_owner(self, node_id: str) -> bool:
         peer = self._trust.known(node_id)
         return peer is not None and peer.role is Role.OWNER
 
     def _say(self, body: ServeBody, *, above: int = 0) -> ServeRecord:
         """Sign ``body`` as a record newer than the held one. Raises AccessDenied if others would refuse it."""
-        held = self._records.get(body.spec.model)
+        held = self._records.get(place_of(body.spec))
         body = replace(
             body,
             cluster_id=self._trust.cluster_id,
@@ -352,12 +397,11 @@ class ServeBook:
             _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not signed: %s", error)
 
     def _refusal(self, body: ServeBody) -> str:
-        held = self._records.get(body.spec.model)
+        place = place_of(body.spec)
+        held = self._records.get(place)
         signer = self._trust.known(body.signer)
         running = sum(
-            other.asker == body.signer
-            for model, (other, _) in self._records.items()
-            if not other.stopped and model != body.spec.model
+            other.asker == body.signer for at, (other, _) in self._records.items() if not other.stopped and at != place
         )
         facts = Facts(
             role=signer.role if signer is not None else None,
@@ -377,14 +421,14 @@ class ServeBook:
 
     def _settle(self, held: ServeBody, rival: ServeBody) -> None:
         """State as an owner's node which engine counts."""
-        now_s, model = self._clock.monotonic_s(), held.spec.model
+        now_s, place = self._clock.monotonic_s(), place_of(held.spec)
         if not self._is_owner(self._own) or self._has_lost(held) or self._trust.known(rival.signer) is None:
             return
         if is_far_ahead(held, rival):  # all nodes refuse it; an answer would only raise the version
             return
-        if now_s - self._settled_at_s.get(model, -_SETTLE_S) < _SETTLE_S:
+        if now_s - self._settled_at_s.get(place, -_SETTLE_S) < _SETTLE_S:
             return
-        self._settled_at_s[model] = now_s
+        self._settled_at_s[place] = now_s
         self._say(held, above=rival.version)
 
     def _read(self, source: str, record: ServeRecord) -> ServeBody | None:
@@ -419,10 +463,11 @@ class ServeBook:
         return checks.left >= 0
 
     def _take(self, body: ServeBody, record: ServeRecord) -> None:
-        before = self._records.pop(body.spec.model, None)
-        self._records[body.spec.model] = (body, record)
-        while len(self._records) > _MOST_RECORDS and (model := self._forgettable()):
-            del self._records[model]
+        place = place_of(body.spec)
+        before = self._records.pop(place, None)
+        self._records[place] = (body, record)
+        while len(self._records) > _MOST_RECORDS and (old := self._forgettable()) is not None:
+            del self._records[old]
         self._changes.notify()
         self._changed.set()
         self._local.refresh()
@@ -430,18 +475,18 @@ class ServeBook:
         if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
             self._say(body)  # nodes that cannot see the loss themselves believe an owner
 
-    def _forgettable(self) -> str:
-        """Return the oldest stopped model of the signer with most of them: no signer displaces others' records."""
-        stopped = {model: body.signer for model, (body, _) in self._records.items() if body.stopped}
+    def _forgettable(self) -> Place | None:
+        """Return the oldest stopped record of the signer with most of them: no signer displaces others' records."""
+        stopped = {place: body.signer for place, (body, _) in self._records.items() if body.stopped}
         most = [signer for signer, _ in Counter(stopped.values()).most_common(1)]
-        return next((model for model, signer in stopped.items() if signer in most), "")
+        return next((place for place, signer in stopped.items() if signer in most), None)
 
     def _load(self) -> None:
         """Load the records; they were checked on arrival."""
         try:
             for record in serve_records_from_bytes(read_private(self._path, most_bytes=_MOST_BYTES)):
                 body = serve_body_from_bytes(record.body)
-                self._records[body.spec.model] = (body, record)
+                self._records[place_of(body.spec)] = (body, record)
         except FileNotFoundError:
             return
         except (ConfigInvalid, RemoteProtocolError, PlanInvalid) as exc:

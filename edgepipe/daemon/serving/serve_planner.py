@@ -11,7 +11,10 @@ from edgepipe.daemon.serving.recent_surveys import RecentSurveys, change_note, i
 from edgepipe.daemon.serving.replanning import demand_of
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor
 from edgepipe.errors import EdgepipeError
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.replicas import Layout, best_layout, layout_of, layouts_text
 from edgepipe.wire.serving import ServeRequest, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 
@@ -67,11 +70,40 @@ class ServePlanner:
                 changes.append(change_note(earlier, age_s=age_s, before=before, now=survey))
         return found
 
+    async def layout(
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        shut: dict[str, EdgepipeError],
+        changes: list[str],
+    ) -> Layout:
+        """Find the best pipelines over disjoint machines: as many as asked for, or as many as give most.
+
+        Parameters as for ``plan``. Raises like ``edgepipe.planner.replicas``.
+        """
+        survey = await self.survey(model, request.options.settings, to_serve=True)
+        demand, cluster, constraints = _inputs(request, model, context, survey, shut)
+        if not request.auto_replicas:
+            count = request.options.num_replicas
+            return await asyncio.to_thread(layout_of, demand, cluster.machines, cluster.links, constraints, count=count)
+        layouts = await asyncio.to_thread(best_layout, demand, cluster.machines, cluster.links, constraints)
+        changes.append(layouts_text(layouts))
+        return layouts[0]
+
 
 async def _best(
     request: ServeRequest, model: LocalModel, context: int, survey: SurveyReply, shut: dict[str, EdgepipeError]
 ) -> Plan:
     """Find the best placement by a survey's figures. See ``ServePlanner.plan``."""
+    demand, cluster, constraints = _inputs(request, model, context, survey, shut)
+    return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
+
+
+def _inputs(
+    request: ServeRequest, model: LocalModel, context: int, survey: SurveyReply, shut: dict[str, EdgepipeError]
+) -> tuple[Demand, Cluster, Constraints]:
+    """Return what the planner searches; ``shut`` gets the nodes that others do not reach."""
     for machine in survey.machines:
         if machine.obstacle is not None:
             shut.setdefault(machine.node_id, machine.obstacle)
@@ -87,7 +119,7 @@ async def _best(
         first=options.first,
         experts_in_ram=options.experts_in_ram,
     )
-    return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
+    return demand, cluster, constraints
 
 
 def _now_s() -> float:

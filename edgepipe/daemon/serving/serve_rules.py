@@ -5,6 +5,9 @@ had served. It may report where its own engine's stages are, and hand its engine
 if it knows by itself that the recorded engine's node is gone, or that this node has long reported no engine. So no
 member takes over requests by claiming a higher version. Where two sides of a partition believed different engines, an
 owner's node says which one it holds; without an owner the newer claim yields (``engine_keeper``).
+
+A model may have several pipelines (replicas), each with a record. Only those count that the record of the first one
+names (``lead``). So no member adds a pipeline to a model of another node, to which gateways would then send prompts.
 ``docs/adr/serving.md`` has the reasons.
 
 PURE: no clock, no keys.
@@ -12,14 +15,15 @@ PURE: no clock, no keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from edgepipe.security.trust_view import Role
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeBody
 
 MAX_VERSION_STEP = 1 << 20  # a partition makes few changes, and the highest version must stay out of reach
-MAX_RUNNING_PER_MEMBER = 8  # models that one plain member may have served at once
+MAX_RUNNING_PER_MEMBER = 8  # pipelines that one plain member may have served at once
 MAX_BODY_BYTES = 8 << 10
 
 
@@ -29,13 +33,23 @@ class Facts:
 
     role: Role | None  # role of the new record's signer; None: no member of the cluster
     lost: Callable[[ServeBody], bool]  # whether an engine's node is away, hands engines over, or long had no engine
-    running: int  # records of other models that run because the signer asked
+    running: int  # other records that run because the signer asked
     runs: Callable[[ServeBody], bool]  # whether a recorded engine has answered or its node reports it
 
 
+Place = tuple[str, int]  # a model and the number of its replica: one record each
+
+
+def place_of(spec: ServeSpec) -> Place:
+    """Return which of the records a spec belongs to. The only pipeline of a model has that of its first replica."""
+    return spec.model, max(1, spec.replica)
+
+
 def order(body: ServeBody) -> tuple[int, bool, str, str]:
-    """Return the sort key of one model's records: the greatest counts. After a partition versions may be equal: a stop
-    wins, then any order that is the same on all nodes."""
+    """Return the sort key of the records of one place: the greatest counts.
+
+    After a partition versions may be equal: a stop wins, then any order that is the same on all nodes.
+    """
     return body.version, body.stopped, body.pipeline_id, body.engine_node
 
 
@@ -50,13 +64,28 @@ def same_engine(record: ServeBody, other: ServeBody) -> bool:
     )
 
 
+def lead(bodies: Iterable[ServeBody]) -> ServeBody | None:
+    """Return the record that decides which pipelines of a model count: that of the first place; None if none is served.
+
+    ``bodies`` are of one model. The rules below protect the record of each place, whatever other places say.
+    """
+    return min((body for body in bodies if not body.stopped), key=lambda body: place_of(body.spec), default=None)
+
+
+def counts_beside(body: ServeBody, first: ServeBody | None) -> bool:
+    """Return whether a pipeline counts beside the one that ``lead`` returned."""
+    if body.stopped or first is None or body.pipeline_id == first.pipeline_id:
+        return True
+    return body.pipeline_id in first.spec.replica_pipelines and body.spec.manifest_hash == first.spec.manifest_hash
+
+
 def is_far_ahead(held: ServeBody | None, new: ServeBody) -> bool:
     """Return whether the version is so high that only an owner may use it."""
     return new.version > (held.version if held is not None else 0) + MAX_VERSION_STEP
 
 
 def refusal(held: ServeBody | None, new: ServeBody, facts: Facts) -> str:
-    """Return why ``new`` does not replace ``held``; empty if it does. Both are of one model; ``new`` is well signed."""
+    """Return why ``new`` does not replace ``held``; empty if it does. Both are of one place; ``new`` is well signed."""
     if facts.role is None:
         return "its signer does not belong to the cluster"
     if held is not None and order(new) <= order(held):

@@ -8,23 +8,22 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
 from edgepipe.addresses import host_and_port
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DEFAULT_SETTINGS, DeviceProfile, StageSettings
+from edgepipe.backend.types import StageSettings
+from edgepipe.clock import Clock
 from edgepipe.cluster.heartbeats import Heartbeats
-from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import PublishedState
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
-from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
-from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES
+from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, stages_of
+from edgepipe.daemon.serving.draft_models import no_room, with_draft_model
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serve_planner import ServePlanner
+from edgepipe.daemon.serving.served_as_asked import check_served_as_asked
+from edgepipe.daemon.serving.spec_room import check_kv_room, common_block_size, default_kv_tokens, placed_by_hand
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor, known_shape
 from edgepipe.errors import (
     AccessDenied,
@@ -39,22 +38,18 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
+from edgepipe.planner.expert_shares import rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
-from edgepipe.scheduler.pacing import DEFAULT_ITL_GOAL
+from edgepipe.spec.drafting import draft_way
 from edgepipe.spec.expert_places import check_has_experts, in_words
-from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.longrope import factors_in_words
-from edgepipe.spec.memory_classes import most_within
 from edgepipe.store.further_names import checked_names
 from edgepipe.store.typed_names import meant_names, understood
-from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
-    LinkProfile,
+    MeasuredLinks,
     Moves,
-    ServeBody,
     ServeEvent,
     ServeRecord,
     ServeRequest,
@@ -66,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _CONNECT_S = 3.0  # time to connect to an engine that is ready
-_FLAGS = {"context_length": "--context", "activation_type": "--activations"}  # settings whose flag has another name
 _GATEWAY_S = 2.0  # time for this node's gateway to get a model's tokenizer from a peer
 
 
@@ -83,9 +77,11 @@ class Serving:
     book: ServeBook
     surveyor: Surveyor
     tasks: asyncio.TaskGroup
+    clock: Clock
 
     def __post_init__(self) -> None:
         self._planner = ServePlanner(self.surveyor)
+        self.measured_links = MeasuredLinks()  # the last measurement
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
@@ -103,25 +99,23 @@ class Serving:
         model = await self.models.resolve(options.model)
         context = model.config.context_for(options.settings.context_length)
         self._check_further_names(options.names, model.name)
+        if draft_way(options.draft) == "model":
+            model = await with_draft_model(self.models, options.draft, model)
+            assert model.draft is not None
+            options = replace(options, draft=model.draft.name)
+            request = replace(request, options=options)
         if running := self._running(model.name):
-            node, engine = running
-            if request.rebalance:
-                async for event in self._rebalance(node.node_id, engine, request):
-                    yield event
-                return
-            _check_served_as_asked(request, engine, model.manifest_hash, self.book.held(engine.pipeline_id))
-            if not options.on_request:
-                self.book.note_kept(model.name)
-            if options.names:
-                self.book.note_named(model.name, options.names)
-            if engine.starts_at_us:
-                await self._start_now(node, engine)
-            async for event in self._follow(node.node_id, engine.pipeline_id):
+            async for event in self._served_already(running, request, model):
                 yield event
             return
         if waited_for := self._starting():
             yield ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
+        if draft_way(options.draft) == "mtp":
+            try:
+                model = model.drafting()
+            except ConfigInvalid as lacks:  # it is served all the same, with drafts by lookup
+                yield ServeEvent(message=lacks.what, note=f"{lacks.what}: {lacks.fact}. Drafts come from a lookup")
         shut: dict[str, EdgepipeError] = {}  # the reason by id, for nodes that cannot be used
         while True:
             try:
@@ -135,6 +129,29 @@ class Serving:
                     raise
                 shut[node.node_id] = error
                 yield ServeEvent(message=f"{error.what}: looking for another way")
+
+    async def _served_already(
+        self, running: Sequence[tuple[NodeState, EngineState]], request: ServeRequest, model: LocalModel
+    ) -> AsyncIterator[ServeEvent]:
+        """Follow the model's pipelines that run, or place them anew. Raises PlanInvalid if they are not as asked."""
+        options = request.options
+        if request.rebalance:
+            for node, engine in running:
+                is_last = engine is running[-1][1]
+                async for event in self._rebalance(node.node_id, engine, request):
+                    yield event if is_last else replace(event, engine=None)
+            return
+        for _, engine in running:
+            check_served_as_asked(request, engine, model.manifest_hash, self.book.held(engine.pipeline_id))
+        if not options.on_request:
+            self.book.note_kept(model.name)
+        if options.names:
+            self.book.note_named(model.name, options.names)
+        for node, engine in running:
+            if engine.starts_at_us:
+                await self._start_now(node, engine)
+        async for event in self._follow([(node.node_id, engine.pipeline_id) for node, engine in running]):
+            yield event
 
     async def _start_now(self, node: NodeState, engine: EngineState) -> None:
         """End the pause of a crashed engine. Only follow it if this node may not: it starts by itself later."""
@@ -152,7 +169,7 @@ class Serving:
 
         Raises the first error of ``shut`` if the others allow no placement.
         """
-        pipeline_id, engine_node = PipelineId(self.ids.new("pipeline")), ""
+        started: list[tuple[str, PipelineId]] = []  # engines' nodes and their pipelines
         ready = False
         try:
             if not request.plan:
@@ -160,26 +177,52 @@ class Serving:
             try:
                 told = len(shut)
                 changes: list[str] = []
-                spec, engine_node = await self._spec(request, model, context, shut, changes)
+                specs = await self._specs_that_draft(request, model, context, shut, changes)
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in list(shut.values())[max(0, told - 1) :]]
-            lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.settings)]
+            settings = specs[0][0].settings
+            lacking = [f"{reason}: it is left out" for reason in self._lacking(model, settings)]
             factors = [found for found in [factors_in_words(model.config, context)] if found]
             notes = "\n".join([*lacking, *newest, *changes, *factors])
-            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note=notes)
-            record = self.book.ask(pipeline_id, spec, engine_node=engine_node)
-            await self.peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
-            async for event in self._follow(engine_node, pipeline_id):
-                if event.engine is not None and (error := await self._no_way_to(event.engine, engine_node)):
+            for spec, _ in specs:
+                yield ServeEvent(message=f"{spec.title}: {self._describe(spec)}", note=notes)
+                notes = ""
+            requests: list[StartEngineRequest] = []
+            pipelines = tuple(PipelineId(self.ids.new("pipeline")) for _ in specs)
+            for pipeline_id, (spec, engine_node) in zip(pipelines, specs, strict=True):
+                spec = replace(spec, replica_pipelines=pipelines if len(specs) > 1 else ())
+                started.append((engine_node, pipeline_id))
+                record = self.book.ask(pipeline_id, spec, engine_node=engine_node)
+                requests.append(self._start_request(pipeline_id, spec, record))
+            await self._start_engines([(node_id, each) for (node_id, _), each in zip(started, requests, strict=True)])
+            async for event in self._follow(started):
+                if event.engine is not None and (error := await self._no_way_to_any(started)):
                     if not request.plan:
                         raise error
                     event = replace(event, note=f"{error.what}: {error.next_step}")
                 ready = event.engine is not None
                 yield event
         finally:
-            if engine_node and not ready and not self._has_failed(pipeline_id):
-                self.tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+            if started and not ready and not (len(started) == 1 and self._has_failed(started[0][1])):
+                for engine_node, pipeline_id in started:
+                    self.tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+
+    async def _start_engines(self, requests: Sequence[tuple[str, StartEngineRequest]]) -> None:
+        """Start all engines at once. Raises the first error once every start has ended."""
+        ends = await asyncio.gather(
+            *(self.peers.start_engine(node_id, request) for node_id, request in requests), return_exceptions=True
+        )
+        if error := next((end for end in ends if isinstance(end, BaseException)), None):
+            raise error
+
+    async def _no_way_to_any(self, pipelines: Sequence[tuple[str, PipelineId]]) -> ConnectTimeout | None:
+        """Return why this node's gateway cannot send requests to one of the ready engines; None if it can."""
+        for node_id, pipeline_id in pipelines:
+            engine = self._engine_of(node_id, pipeline_id)
+            if engine is not None and (error := await self._no_way_to(engine, node_id)):
+                return error
+        return None
 
     async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
         """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
@@ -223,7 +266,7 @@ class Serving:
     async def survey(self, name: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Collect the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown.
 
-        Nodes measure what they have never measured; ``fresh`` measures all again.
+        Nodes measure what they have never measured, but no layers of a known shape; ``fresh`` measures all again.
         """
         try:
             model: PlannedModel = await self.models.resolve(name)
@@ -237,9 +280,10 @@ class Serving:
             await self._devices_started()
         return await self._planner.survey(model, settings, fresh=fresh)
 
-    async def measure_links(self) -> list[LinkProfile]:
+    async def measure_links(self) -> None:
         """Measure every directed link between nodes; leave out links that carry nothing."""
-        return await self.surveyor.links()
+        links = await self.surveyor.links()
+        self.measured_links = MeasuredLinks(links=tuple(links), at_ms=int(self.clock.wall_s() * 1000))
 
     async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Move the model's stages to the best placement now; yield events until they serve there."""
@@ -249,7 +293,7 @@ class Serving:
         ):
             yield ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
             return
-        async for event in self._follow(node_id, engine.pipeline_id, after=engine.epoch):
+        async for event in self._follow([(node_id, engine.pipeline_id)], after=engine.epoch):
             yield event
 
     async def stop(self, model: str) -> list[str]:
@@ -294,11 +338,17 @@ class Serving:
         if denied:
             raise next(iter(denied.values()))
 
-    def _running(self, model: str) -> tuple[NodeState, EngineState] | None:
+    def _running(self, model: str) -> list[tuple[NodeState, EngineState]]:
+        """Return the model's engines that run or start, one for each replica."""
+        states = ("starting", "loading", "ready", "recovering", "waiting")
+        found: dict[int, tuple[NodeState, EngineState]] = {}
         for node, engine in self.engines():
-            if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering", "waiting"):
-                return node, engine
-        return None
+            if engine.model == model and engine.state in states:
+                found.setdefault(engine.replica, (node, engine))
+        return [found[replica] for replica in sorted(found)]
+
+    def _engine_of(self, node_id: str, pipeline_id: str) -> EngineState | None:
+        return next((each for each in self.peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
 
     def _has_failed(self, pipeline_id: str) -> bool:
         return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
@@ -330,31 +380,63 @@ class Serving:
                     if not self._starting():
                         return
 
-    async def _spec(
+    async def _specs_that_draft(
         self,
         request: ServeRequest,
         model: LocalModel,
         context: int,
         shut: dict[str, EdgepipeError],
         changes: list[str],
-    ) -> tuple[ServeSpec, str]:
-        """Choose what to serve and the engine's node, without the nodes in ``shut``.
+    ) -> list[tuple[ServeSpec, str]]:
+        """Choose as ``_specs`` does. With ``--draft auto``, the model's own layer for drafts comes along if it fits.
 
-        ``changes`` gets a sentence if a plan of the last minutes no longer holds.
+        A draft model comes along if it fits; ``changes`` gets a sentence if it does not.
+        """
+        way = draft_way(request.options.draft)
+        if way == "model" and model.draft is not None:
+            try:
+                return await self._specs(request, model, context, shut, changes)
+            except NoFeasiblePlacement as lacks:
+                found = await self._specs(request, model.drafted_by(None), context, shut, changes)
+                changes.append(no_room(model.draft.name, lacks))
+                return found
+        if way == "auto" and model.config.mtp is not None:
+            own_changes: list[str] = []
+            with contextlib.suppress(NoFeasiblePlacement, PlanInvalid):
+                found = await self._specs(request, model.drafting(), context, shut, own_changes)
+                changes += own_changes
+                return found
+        return await self._specs(request, model, context, shut, changes)
+
+    async def _specs(
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        shut: dict[str, EdgepipeError],
+        changes: list[str],
+    ) -> list[tuple[ServeSpec, str]]:
+        """Choose what to serve and the engine's node, for each pipeline, without the nodes in ``shut``.
+
+        ``changes`` gets a sentence if a plan of the last minutes no longer holds, and on the number of replicas.
         """
         options = request.options
         check_has_experts(options.experts_in_ram, model.config)
         nodes = self.peers.nodes()
         states = bool(model.config.state_bytes())
         rooms = [room for node in nodes for room in rooms_of(node, options.settings, states=states)]
+        shares: Sequence[float] = ()
         try:
             if request.plan:
-                need = placement_need(model.config, context, model.weights)
-                placed = place_with_shares(need, rooms, request.plan, options.experts_in_ram)
-                engine_node = placed[0].node_id
+                placed, most_slots = placed_by_hand(request, model, context, rooms)
+                placements = [(placed, placed[0].node_id, most_slots)]
+            elif request.auto_replicas or options.num_replicas > 1:
+                layout = await self._planner.layout(request, model, context, shut, changes)
+                placements = [(found.placed, found.engine, found.most_slots) for found in layout.plans]
+                shares = layout.shares
             else:
                 found = await self._planner.plan(request, model, context, shut, changes)
-                placed, engine_node = found.placed, found.engine
+                placements = [(found.placed, found.engine, found.most_slots)]
         except (NoFeasiblePlacement, PlanInvalid) as error:
             lacking = self._lacking(model, options.settings)
             if isinstance(error, PlanInvalid):
@@ -366,10 +448,36 @@ class Serving:
             if mismatch is not None and options.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
-        rooms = rooms_as_placed(rooms, placed)
-        _check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
-        profiles = [device.profile for node in nodes for device in node.devices]
-        spec = replace(
+        count = len(placements)
+        return [
+            (
+                replace(
+                    self._spec_of(request, model, context, placed, rooms, most_slots=most_slots),
+                    num_replicas=count if count > 1 else 0,
+                    replica=number if count > 1 else 0,
+                    replica_share=shares[number - 1] if count > 1 else 0.0,
+                ),
+                engine_node,
+            )
+            for number, (placed, engine_node, most_slots) in enumerate(placements, start=1)
+        ]
+
+    def _spec_of(
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        placed: tuple[Placed, ...],
+        rooms: Sequence[NodeRoom],
+        *,
+        most_slots: int,
+    ) -> ServeSpec:
+        """Return the spec of one pipeline. Raises NoFeasiblePlacement if its KV does not fit."""
+        options = request.options
+        rooms = [replace(room, most_slots=most_slots) for room in rooms_as_placed(rooms, placed)]
+        check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
+        profiles = [device.profile for node in self.peers.nodes() for device in node.devices]
+        return replace(
             options,
             model=model.name,
             manifest_hash=model.manifest_hash,
@@ -377,14 +485,16 @@ class Serving:
             settings=replace(
                 options.settings,
                 context_length=context,
+                most_slots=most_slots,
                 block_size=common_block_size(profile for profile in profiles if profile is not None),
+                draft_model=model.draft.name if model.draft is not None else "",
+                draft_hash=model.draft.manifest_hash if model.draft is not None else "",
             ),
             kv_tokens=options.kv_tokens
             or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
             moves=request.moves is Moves.AUTO,
             fixed=bool(request.plan),
         )
-        return spec, engine_node
 
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
@@ -399,31 +509,47 @@ class Serving:
         nodes = tuple(self.peers.node(stage.node_id).introduction for stage in spec.stages)
         return StartEngineRequest(pipeline_id=pipeline_id, spec=spec, record=record, nodes=nodes)
 
-    async def _follow(self, node_id: str, pipeline_id: str, *, after: Epoch | None = None) -> AsyncIterator[ServeEvent]:
-        """Yield events until the engine is ready, in an epoch later than ``after`` if that is given.
+    async def _follow(
+        self, pipelines: Sequence[tuple[str, PipelineId]], *, after: Epoch | None = None
+    ) -> AsyncIterator[ServeEvent]:
+        """Yield events until the engines are ready, in an epoch later than ``after`` if that is given.
 
-        Raises the engine's error, or NodeUnreachable when its node goes.
+        Raises an engine's error, or NodeUnreachable when its node goes.
         """
         sent: tuple[str, float] | None = None
-        seen = False
+        seen: set[str] = set()
         async for _ in self.local.watch():
-            engine = next((each for each in self.peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
-            if engine is None:
-                if seen:
+            engines: list[EngineState] = []
+            for node_id, pipeline_id in pipelines:
+                engine = self._engine_of(node_id, pipeline_id)
+                if engine is not None:
+                    engines.append(engine)
+                    seen.add(pipeline_id)
+                elif pipeline_id in seen:
                     raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
-                continue  # its node has not reported it yet
-            seen = True
-            if engine.state == "failed":
-                raise engine.error or EdgepipeError(f"the engine of {engine.model} failed")
-            if engine.state == "ready" and (after is None or engine.epoch > after):
-                with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
+            if failed := next((engine for engine in engines if engine.state == "failed"), None):
+                raise failed.error or EdgepipeError(f"the engine of {failed.title} failed")
+            ready = [
+                engine for engine in engines if engine.state == "ready" and (after is None or engine.epoch > after)
+            ]
+            if len(ready) == len(pipelines):
+                with contextlib.suppress(TimeoutError):  # the engines are ready even if this node's gateway is not
                     async with asyncio.timeout(_GATEWAY_S):
-                        await self.gateway.knows(pipeline_id)
-                yield ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
+                        for _, pipeline_id in pipelines:
+                            await self.gateway.knows(pipeline_id)
+                for engine in ready[:-1]:
+                    yield ServeEvent(message=f"{engine.title} is ready", note=_placed_text(engine))
+                yield ServeEvent(message=f"{ready[-1].title} is ready", progress=1.0, engine=ready[-1])
                 return
-            if sent != (engine.message, engine.progress):
-                sent = (engine.message, engine.progress)
-                yield ServeEvent(message=engine.message or engine.state, progress=engine.progress)
+            loading = [engine for engine in engines if engine not in ready]
+            if not loading:
+                continue  # their nodes have not reported them yet
+            least = min(loading, key=lambda engine: engine.progress)
+            message = least.message or least.state
+            news = (f"replica {least.replica}: {message}" if least.replica else message, least.progress)
+            if sent != news:
+                sent = news
+                yield ServeEvent(message=news[0], progress=news[1])
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
         try:
@@ -434,123 +560,11 @@ class Serving:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
 
+def _placed_text(engine: EngineState) -> str:
+    """Describe a ready replica: ``qwen3:8b replica 1/2 is ready: layers 0-35 on studio``."""
+    parts = [f"{part.layers.shown} on {stage.node_name}" for stage in engine.stages for part in stage.slices]
+    return f"{engine.title} is ready: layers {', '.join(parts)}"
+
+
 def _left_out(error: EdgepipeError) -> str:
     return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
-
-
-def default_kv_tokens(
-    config: ModelConfig,
-    context: int,
-    placed: Sequence[Placed],
-    rooms: Sequence[NodeRoom],
-    *,
-    weights: WeightTable = FLOATS,
-) -> int:
-    """Return the default KV tokens: some long chats' worth, less where stages use the host's memory."""
-    tokens = DEFAULT_SEQUENCES * min(context, DEFAULT_SEQUENCE_TOKENS)
-    by_id = {room.node_id: room for room in rooms}
-    for stage in placed:
-        room = by_id[stage.node_id]
-        if room.shares_host_memory:
-            most = modest_kv_bytes(weight_bytes=room.sizes(config, weights).of_slice(stage.part))
-            tokens = most_within(most, partial(room.kv_bytes, config, stage.part.layers), at_most=tokens)
-    return max(tokens, context)
-
-
-def _check_kv_room(
-    config: ModelConfig,
-    kv_tokens: int,
-    placed: Sequence[Placed],
-    rooms: Sequence[NodeRoom],
-    *,
-    weights: WeightTable,
-) -> None:
-    """Raise NoFeasiblePlacement if ``kv_tokens`` do not fit beside the weights."""
-    by_id = {room.node_id: room for room in rooms}
-    most = min(
-        most_within(
-            room.free_bytes - room.sizes(config, weights).of_slice(piece.part),
-            partial(room.kv_bytes, config, piece.part.layers),
-        )
-        for piece in placed
-        for room in (by_id[piece.node_id],)
-    )
-    if kv_tokens > most:
-        raise NoFeasiblePlacement(
-            f"--kv-tokens {kv_tokens} do not fit",
-            fact=f"beside the weights there is room for {most} tokens",
-            next_step=f"give --kv-tokens {most} or less, or leave it out",
-        )
-
-
-def common_block_size(profiles: Iterable[DeviceProfile]) -> int:
-    """Return the tokens per KV block: the fewest that all devices serve well, as any device may hold a stage."""
-    supported = [profile.block_sizes for profile in profiles if profile.block_sizes]
-    common = (size for size in supported[0] if all(size in sizes for sizes in supported)) if supported else ()
-    return min(common, default=DEFAULT_BLOCK_SIZE)
-
-
-def _check_served_as_asked(
-    request: ServeRequest, engine: EngineState, manifest_hash: str, held: ServeBody | None
-) -> None:
-    """Raise PlanInvalid if the served model has other content, other nodes, other layers or other settings than the
-    caller wants."""
-    if engine.manifest_hash and engine.manifest_hash != manifest_hash:
-        raise PlanInvalid(
-            f"another model is served by the name {engine.model}",
-            fact=f"its content is {engine.manifest_hash[:12]}, the model here has {manifest_hash[:12]}",
-            next_step=f"edgepipe stop {engine.model}, then serve it again",
-        )
-    parts = sorted(
-        (part.layers.start, str(part.layers), stage.node_name, stage.node_id)
-        for stage in engine.stages
-        for part in stage.slices
-    )
-    if request.plan:
-        wanted = [text.strip() for text in request.plan.split(",")]
-        allowed = [(f"{name}:{layers}", f"{node_id}:{layers}") for _, layers, name, node_id in parts]
-        same = len(wanted) == len(allowed) and all(part in both for part, both in zip(wanted, allowed, strict=True))
-    else:
-        names = [{name, node_id} for _, _, name, node_id in parts]
-        asked = request.options
-        same = asked.num_nodes in (0, len(engine.stages))
-        same = same and (not names or asked.first in ("", *names[0]))
-        same = same and not any(both & set(asked.exclude) for both in names)
-    fact = (
-        "" if same or not parts else f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}"
-    )
-    fact = fact or (_other_setting(request.options, held.spec) if held is not None else "")
-    if fact:
-        raise PlanInvalid(
-            f"{engine.model} is served already, but not as asked",
-            fact=fact,
-            next_step=f"edgepipe stop {engine.model}, then serve it again",
-        )
-
-
-def _other_setting(asked: ServeSpec, spec: ServeSpec) -> str:
-    """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
-    flags = {
-        "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
-        "--micro-batches": (asked.micro_batches, spec.micro_batches),
-        "--policy": (asked.policy, spec.policy or "throttled"),
-        "--itl-goal": (asked.itl_goal, spec.itl_goal or DEFAULT_ITL_GOAL),
-        "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
-        "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
-        "--concurrency": (asked.concurrency, spec.concurrency),
-        **_stage_flags(asked.settings, spec.settings),
-    }
-    other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)
-    return f"it is served with {other[0]} {other[1] or 'auto'}" if other is not None else ""
-
-
-def _stage_flags(asked: StageSettings, now: StageSettings) -> dict[str, tuple[Any, Any]]:
-    """Return the flag of each setting with the value that the user gave (empty: none) and the served model's value."""
-    unset, current = asdict(DEFAULT_SETTINGS), asdict(now)
-    return {
-        _FLAGS.get(name, f"--{name.replace('_', '-')}"): (
-            value if value != unset[name] else "",
-            current[name].value if isinstance(current[name], Enum) else current[name],
-        )
-        for name, value in asdict(asked).items()
-    }

@@ -96,6 +96,9 @@ class Surveyor:
         to_serve  the plan is served at once: measure values of busy machines again, but nothing of a lone machine for a
                   model without experts, which is placed there whatever its speed
 
+        Layers of a ``KnownShape`` are measured if ``fresh`` only, which takes a slow device some 20 s. People who look
+        for a model to pull want an answer at once, and the estimate from the device's rates will do.
+
         Nodes that cannot keep KV as the settings ask are unusable. A node that others do not reach, or that goes
         meanwhile, has an obstacle.
         """
@@ -103,7 +106,8 @@ class Surveyor:
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
         has_experts = any(layer.experts is not None for layer in model.config.layers)
         is_placed = to_serve and len(usable) == 1 and not has_experts
-        asked = replace(_layer_request(reply, fresh=fresh, again_if_busy=to_serve), known_only=is_placed)
+        known_only = is_placed or (isinstance(model, KnownShape) and not fresh)
+        asked = replace(_layer_request(reply, fresh=fresh, again_if_busy=to_serve), known_only=known_only)
         layers = await asyncio.gather(*(self._profile_all(nodes, asked) for nodes in hosts))
         measured = await self._links(usable, fresh=fresh) if len(usable) > 1 else _Links()
         return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)
@@ -142,7 +146,7 @@ class Surveyor:
             machines=tuple(machine for _, machine in looked_at if machine is not None),
             unusable=tuple(_why_not(node, settings, states=states) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
-            settings=settings.of_layer(),
+            settings=settings,
         )
         return reply, [node for node, machine in looked_at if machine is not None]
 
@@ -212,7 +216,7 @@ def _layer_request(reply: SurveyReply, *, fresh: bool = False, again_if_busy: bo
     return ProfileLayerRequest(
         model_config=reply.model_config,
         model_weights=reply.model_weights,
-        settings=reply.settings,
+        settings=reply.settings.of_layer(),
         fresh=fresh,
         again_if_busy=again_if_busy,
     )

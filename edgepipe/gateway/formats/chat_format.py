@@ -93,8 +93,9 @@ class ChatFormat:
         return self.has_channels or self.reasoning is not None
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Return whether a prompt ends where the model reasons."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opening)
+        """Return whether a prompt ends where the model reasons, with or without the label after the opening."""
+        marks = self.reasoning
+        return marks is not None and prompt.rstrip().endswith((marks.opening, marks.opening + marks.label))
 
     def kept_marks(self, *, calls: bool) -> tuple[str, ...]:
         """Return the special tokens that have text, for an answer that may have calls or not."""

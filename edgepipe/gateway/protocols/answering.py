@@ -49,7 +49,7 @@ class Answering:
             )
         with ExitStack() as stack:
             stack.enter_context(prepared.ticket)
-            choices = await until_disconnect(request, _gather(deltas, prepared.completion.num_choices))
+            choices = await until_disconnect(request, gather(deltas, prepared.completion.num_choices))
             return self.answers.of(shape.whole(choices), place=stack.pop_all())
 
 
@@ -60,7 +60,8 @@ def prioritised(body: RequestT, request: Request) -> RequestT:
     return body
 
 
-async def _gather(deltas: AsyncGenerator[Delta], num_choices: int) -> list[GatheredChoice]:
+async def gather(deltas: AsyncGenerator[Delta], num_choices: int) -> list[GatheredChoice]:
+    """Return the whole choices of a completion. Raises the engine's error."""
     choices = [GatheredChoice() for _ in range(num_choices)]
     async with aclosing(deltas):
         async for delta in deltas:

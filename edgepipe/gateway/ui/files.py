@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import posixpath
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import edgepipe
+from edgepipe.gateway.ui.paths import FILES
 
 FOLDER = Path(edgepipe.__file__).parent / "page"
 INDEX = "index.html"
+_MODULES = b"<!-- modules -->"  # in the index: replaced by links to all modules
+_IMPORT = re.compile(r'^(?:im|ex)port .* from "(\.[^"]+)";$', re.MULTILINE)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -56,7 +61,9 @@ class PageFiles:
     def files(self) -> Mapping[str, PageFile]:
         """Return every file of a known type."""
         found = sorted(path for path in self._folder.rglob("*") if path.suffix in _TYPES)
-        return {path.relative_to(self._folder).as_posix(): _read(path) for path in found}
+        data = {path.relative_to(self._folder).as_posix(): path.read_bytes() for path in found}
+        data[INDEX] = data[INDEX].replace(_MODULES, _preloads(data))
+        return {name: _packed(name, content) for name, content in data.items()}
 
     def answer(self, request: Request, name: str) -> Response | None:
         """Return the answer with a file; None for an unknown name."""
@@ -71,8 +78,20 @@ class PageFiles:
         return Response(file.data, headers=headers, media_type=file.media_type)
 
 
-def _read(path: Path) -> PageFile:
-    data = path.read_bytes()
+def _preloads(data: Mapping[str, bytes]) -> bytes:
+    """Return the links by which a browser loads what Home needs at once, and not each module after its importer."""
+    names, waiting = set[str](), ["app.js"]
+    while waiting:
+        name = waiting.pop()
+        if name not in names:
+            names.add(name)
+            found = _IMPORT.findall(data[name].decode())
+            waiting += [posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in found]
+    links = [f'<link rel="modulepreload" href="{FILES}{name}" />' for name in sorted(names)]
+    return "\n    ".join(links).encode()
+
+
+def _packed(name: str, data: bytes) -> PageFile:
     digest = hashlib.sha256(data).hexdigest()[:16]
     packed = gzip.compress(data, mtime=0)
-    return PageFile(media_type=_TYPES[path.suffix], tag=f'"{digest}"', data=data, packed=packed)
+    return PageFile(media_type=_TYPES[Path(name).suffix], tag=f'"{digest}"', data=data, packed=packed)

@@ -1,4 +1,4 @@
-"""Recent speeds of each model, one sample a second (PURE)."""
+"""Recent speeds of each pipeline, one sample a second (PURE)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from edgepipe.wire.engines import EngineState
 
 SECONDS = 900  # kept samples of a model
-MOST_MODELS = 16  # models with a history: names come from other nodes
+MOST_MODELS = 16  # pipelines with a history: names come from other nodes
 _FIELDS = 4
 
 
 class History:
-    """Samples of every model, in a ring of ``SECONDS`` places. Models that are no longer served lose theirs."""
+    """Samples of every pipeline by its title, in a ring of ``SECONDS`` places. Those no longer served lose theirs."""
 
     def __init__(self) -> None:
         self._rows: dict[str, array[float]] = {}
@@ -21,7 +21,7 @@ class History:
 
     def sample(self, engines: Iterable[EngineState]) -> None:
         """Take the sample of a second."""
-        served = {engine.model: engine for engine in engines}
+        served = {engine.title: engine for engine in engines}
         for model in [model for model in self._rows if model not in served]:
             del self._rows[model]
         place = self._count % SECONDS * _FIELDS

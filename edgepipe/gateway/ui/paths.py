@@ -8,6 +8,7 @@ from starlette.types import Scope
 
 UI = "/ui/"
 FILES = "/ui/page/"  # the page's files
+SESSION = "/ui/session"  # takes a ticket instead of a key
 _OWN_SITES = frozenset({b"same-origin", b"none"})  # Sec-Fetch-Site of the page itself, and of an address that is typed
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.safe_text import one_line
+from edgepipe.versions import newest
 from edgepipe.wire.engines import EngineState, Quarantined, StageState
 from edgepipe.wire.nodes import AbsentNode, ClusterView, MemberState, ServedModel, Transfer
 
@@ -29,6 +30,7 @@ def page_view(view: ClusterView, *, node_name: str, edgepipe_version: str) -> di
     engines = [entry.engine for entry in served]
     return {
         "node": {"name": _name(node_name), "version": edgepipe_version},
+        "newest": _name(newest(member.node.edgepipe_version for member in view.members)),
         "machines": [_machine(member, engines) for member in view.members[:MOST_MACHINES]],
         "absent": [_absent(node) for node in view.absent[:MOST_MACHINES]],
         "models": [_model(entry) for entry in served],
@@ -98,6 +100,7 @@ def _model(entry: ServedModel) -> dict[str, Any]:
     engine = entry.engine
     return {
         "name": _name(engine.model),
+        "title": _name(engine.title),
         "names": [_name(name) for name in engine.names[:_MOST_DEVICES]],
         "state": _name(engine.state),
         "message": _text(engine.message),

@@ -18,6 +18,7 @@ export class PageStream {
   #running = false;
   #waitMs = FIRST_WAIT_MS;
   #timer = 0;
+  #path = "/ui/events";
 
   /**
    * @param {(name: string, data: any) => void} onEvent
@@ -32,6 +33,13 @@ export class PageStream {
   start() {
     document.addEventListener("visibilitychange", () => this.#follow());
     this.#follow();
+  }
+
+  /** Ask for other events from now on. @param {string} path */
+  ask(path) {
+    if (path === this.#path) return;
+    this.#path = path;
+    this.restart();
   }
 
   /** Connect again at once, as with a new key. */
@@ -83,7 +91,7 @@ export class PageStream {
     };
     try {
       heard();
-      const answer = await fetch("/ui/events", { headers: authorization(), signal, cache: "no-store" });
+      const answer = await fetch(this.#path, { headers: authorization(), signal, cache: "no-store" });
       if (answer.status === 401) return "key";
       if (answer.status === 503) return "full";
       if (!answer.ok || answer.body === null) return "lost";

@@ -2,16 +2,18 @@
 import { html } from "../html.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { exported } from "../data/chats.js";
+import { download } from "../parts.js";
 import { ChatMessage } from "./chat_message.js";
 import { SettingsForm } from "./chat_settings.js";
 
 /**
  * @typedef {import("../data/types.js").View} View
+ * @typedef {import("../data/state.js").State} State
  * @typedef {import("../data/chat_session.js").ChatSession} ChatSession
  */
 
-/** @param {{view: View | null, session: ChatSession}} props */
-export function Chat({ view, session }) {
+/** @param {{state: State, session: ChatSession}} props */
+export function Chat({ state: { view }, session }) {
   const [, redraw] = useState(0);
   const [editing, setEditing] = useState(-1);
   useEffect(() => session.listen(() => redraw((count) => count + 1)), [session]);
@@ -125,7 +127,7 @@ function Chats({ session }) {
     <summary>Chats (${session.chats.length})</summary>
     <div class="row">
       <button type="button" onClick=${() => session.start()}>New chat</button>
-      <button type="button" onClick=${() => download(exported(session.chats))} disabled=${session.chats.length === 0}>Export</button>
+      <button type="button" onClick=${() => download("edgepipe-chats.json", exported(session.chats))} disabled=${session.chats.length === 0}>Export</button>
       <label class="file">Import<input type="file" accept=".json,application/json" onChange=${take} /></label>
     </div>
     <p class="quiet" role="status">${said}</p>
@@ -138,13 +140,4 @@ function Chats({ session }) {
       )}
     </ul>
   </details>`;
-}
-
-/** @param {string} text */
-function download(text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  link.download = "edgepipe-chats.json";
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

@@ -6,7 +6,7 @@ import { whole } from "../data/units.js";
 import { Copy } from "../parts.js";
 
 /**
- * @typedef {import("../data/types.js").View} View
+ * @typedef {import("../data/state.js").State} State
  * @typedef {{name: string, text: string, warning: string}} Program
  * @typedef {{model: string, context: number, base_url: string, key_file: string, programs: Program[]}} Programs
  */
@@ -21,9 +21,9 @@ const TITLES = {
   anthropic: "Anthropic's libraries",
 };
 
-/** @param {{view: View}} props */
-export function Connect({ view }) {
-  const names = view.models.filter((model) => model.state === "ready").map((model) => model.name);
+/** @param {{state: State}} props */
+export function Connect({ state: { view } }) {
+  const names = (view?.models ?? []).filter((model) => model.state === "ready").map((model) => model.name);
   const [chosen, choose] = useState("");
   const [found, setFound] = useState(/** @type {Programs | null} */ (null));
   const [problem, setProblem] = useState("");

@@ -12,14 +12,16 @@ import { MachineCards } from "./machine_cards.js";
 
 /**
  * @typedef {import("../data/types.js").View} View
+ * @typedef {import("../data/state.js").State} State
  * @typedef {import("../data/types.js").Model} Model
  * @typedef {import("../data/types.js").Sample} Sample
  */
 
-/** @param {{view: View, history: Record<string, Sample[]>}} props */
-export function Home({ view, history }) {
+/** @param {{state: State}} props */
+export function Home({ state: { view, history } }) {
   const [chosen, choose] = useState("");
-  const model = view.models.find((each) => each.name === chosen) ?? view.models[0];
+  if (view === null) return null;
+  const model = view.models.find((each) => each.title === chosen) ?? view.models[0];
   const now_s = Date.now() / 1000;
   const news = [...(model ? modelNews(model, now_s) : []), ...clusterNews(view, now_s)];
   const inRing = new Set(model?.stages.map((stage) => stage.machine) ?? []);
@@ -27,7 +29,7 @@ export function Home({ view, history }) {
   return html`
     ${view.models.length > 1 ? html`<${Choice} models=${view.models} chosen=${model} choose=${choose} />` : null}
     ${news.map((each) => html`<p class="news ${each.level}" role="status">${each.text}</p>`)}
-    ${model ? html`<${ModelPart} model=${model} view=${view} samples=${history[model.name] ?? []} />` : html`<${NoModel} view=${view} />`}
+    ${model ? html`<${ModelPart} model=${model} view=${view} samples=${history[model.title] ?? []} />` : html`<${NoModel} view=${view} />`}
     ${others.length > 0
       ? html`<section aria-labelledby="others">
           <h2 id="others">${model ? "Machines outside this ring" : "Machines"}</h2>
@@ -38,12 +40,12 @@ export function Home({ view, history }) {
   `;
 }
 
-/** @param {{models: Model[], chosen: Model, choose: (name: string) => void}} props */
+/** @param {{models: Model[], chosen: Model, choose: (title: string) => void}} props */
 function Choice({ models, chosen, choose }) {
   return html`<div class="choice" role="group" aria-label="Model">
     ${models.map(
-      (model) => html`<button type="button" aria-pressed=${model === chosen} onClick=${() => choose(model.name)}>
-        ${model.name}
+      (model) => html`<button type="button" aria-pressed=${model === chosen} onClick=${() => choose(model.title)}>
+        ${model.title}
       </button>`,
     )}
   </div>`;
@@ -67,7 +69,7 @@ function ModelPart({ model, view, samples }) {
   const [ref, width] = useWidth();
   return html`<section aria-labelledby="model">
     <div class="head">
-      <h1 id="model">${model.name} <span class="state ${model.state}">${model.state}</span></h1>
+      <h1 id="model">${model.title} <span class="state ${model.state}">${model.state}</span></h1>
       <${Figures} model=${model} />
     </div>
     <div class="measure" ref=${ref}></div>

@@ -78,7 +78,7 @@ function EdgeLabel({ label, anchor, stage, back, slow }) {
 
 /** @param {string} device */
 function plainDevice(device) {
-  return device.replace(/\b(NVIDIA|GeForce|AMD|Apple) /g, "");
+  return device.replace(/\b(NVIDIA|GeForce|AMD|Apple) /g, "").replace(" (emulated)", "");
 }
 
 /** @param {{stage: Stage, at: {x: number, y: number}, machine: Machine | undefined, slow: boolean}} props */

@@ -8,7 +8,7 @@ from dataclasses import replace
 from edgepipe.spec.families.glm4_moe import corrected_router, sparse_layers
 from edgepipe.spec.families.latent_attention import GGUF_PARTS, LatentSizes, gguf_latent, hf_latent
 from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, unsupported
-from edgepipe.spec.layer_spec import Attention, Dense, Router
+from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Router
 from edgepipe.spec.shape_limits import MAX_EXPERTS, MAX_LAYERS
 
 _SIZES = LatentSizes(query_rank=1536, nope_dim=128, value_dim=128)
@@ -31,8 +31,10 @@ def _reader(
         experts = shape.mixture(number, used, width, own, shared_inner=shared_inner)
         leading = shape.fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=first)
         dense = Dense(inner=shape.inner(default=inner))
-        layers = sparse_layers(shape.num_layers, _attention(shape, own), dense, experts, leading)
-        return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied())
+        attention = _attention(shape, own)
+        layers = sparse_layers(shape.num_layers, attention, dense, experts, leading)
+        mtp = shape.mtp(LayerSpec(attention=attention, experts=experts))
+        return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied(), mtp=mtp)
 
     return read
 
@@ -69,7 +71,6 @@ def _gguf(shape: GgufShape) -> FamilySpec:
     corrected = any(name.endswith(".exp_probs_b.bias") for name in shape.tensors)
     kind = shape.integer("expert_gating_func", low=0, high=2, default=0)
     sigmoid = kind == 2 or (kind == 0 and corrected)  # early files say nothing
-    later = shape.integer("nextn_predict_layers", low=0, high=shape.num_layers - 1, default=0)
     first = shape.integer("leading_dense_block_count", low=0, high=MAX_LAYERS, default=0)
     router = replace(
         shape.router("sigmoid" if sigmoid else "softmax", group_score="top2" if sigmoid else "max"),
@@ -80,8 +81,10 @@ def _gguf(shape: GgufShape) -> FamilySpec:
     shared = width * shape.integer("expert_shared_count", low=0, high=MAX_EXPERTS, default=0)
     experts = shape.mixture(width, router, shared_inner=shared)
     dense = Dense(inner=shape.inner())
-    layers = sparse_layers(shape.num_layers - later, gguf_latent(shape), dense, experts, first)
-    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    attention = gguf_latent(shape)
+    layers = sparse_layers(shape.own_layers, attention, dense, experts, first)
+    mtp = shape.mtp(LayerSpec(attention=attention, experts=experts))
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied, mtp=mtp)
 
 
 DEEPSEEK_V2 = Family(

@@ -46,13 +46,13 @@ def _hf(shape: HfShape) -> FamilySpec:
     experts = shape.mixture(shape.experts("n_routed_experts", 128), 8, inner, router, shared_inner=shared)
     first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
     layers = sparse_layers(shape.num_layers, attention, Dense(inner=shape.inner(default=10_944)), experts, first)
-    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    mtp = shape.mtp(LayerSpec(attention=attention, experts=experts))
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied(), mtp=mtp)
 
 
 def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     dims = shape.rotary_dims(size)
-    later = shape.integer("nextn_predict_layers", low=0, high=shape.num_layers - 1, default=0)
     attention = replace(
         shape.attention(size, shape.rope(dims)),
         rotary_dim=dims,
@@ -64,8 +64,9 @@ def _gguf(shape: GgufShape) -> FamilySpec:
     router = shape.router("sigmoid", correction=True, group_score="top2")
     experts = shape.mixture(inner, router, shared_inner=shared)
     first = shape.integer("leading_dense_block_count", low=0, high=MAX_LAYERS, default=1)
-    layers = sparse_layers(shape.num_layers - later, attention, Dense(inner=shape.inner()), experts, first)
-    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    layers = sparse_layers(shape.own_layers, attention, Dense(inner=shape.inner()), experts, first)
+    mtp = shape.mtp(LayerSpec(attention=attention, experts=experts))
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied, mtp=mtp)
 
 
 GLM4_MOE = Family(

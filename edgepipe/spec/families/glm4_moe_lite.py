@@ -21,7 +21,8 @@ def _hf(shape: HfShape) -> FamilySpec:
         "sparse": LayerSpec(attention=attention, experts=experts),
     }
     layers = tuple(kinds[kind] for kind in _layer_kinds(shape))
-    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    mtp = shape.mtp(kinds["sparse"])
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied(), mtp=mtp)
 
 
 def _layer_kinds(shape: HfShape) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from edgepipe.spec.families.reading import FamilySpec, GgufShape, unsupported
-from edgepipe.spec.families.recurrent import gguf_attention, gguf_mamba2, layers_with, own_layers
+from edgepipe.spec.families.recurrent import gguf_attention, gguf_mamba2, layers_with
 from edgepipe.spec.layer_spec import Dense, Experts, LayerSpec, Norm
 from edgepipe.spec.shape_limits import MAX_INTERMEDIATE
 
@@ -16,7 +16,7 @@ LEAST_STEP = 0.001
 
 def from_gguf(shape: GgufShape) -> FamilySpec:
     """Read the metadata and the tensors' names. Raises ModelInvalid, ArchitectureUnsupported."""
-    count = own_layers(shape)
+    count = shape.own_layers
     parts = {
         "ssm_in": lambda: LayerSpec(recurrent=replace(gguf_mamba2(shape), dt_limits=(LEAST_STEP, inf))),
         "ffn_up_exps": lambda: LayerSpec(experts=_gguf_experts(shape)),

@@ -1,13 +1,20 @@
 """Qwen3.5 and 3.6, dense and with experts: as Qwen3-Next, with projections of its own for queries, keys and values.
 
-Pictures and the prediction of several tokens are skipped.
+Pictures are skipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.qwen3_next import GGUF_PARTS, gguf_experts, gguf_layers, hf_experts, hf_mixers
+from edgepipe.spec.families.qwen3_next import (
+    GGUF_PARTS,
+    gguf_experts,
+    gguf_layers,
+    gguf_mtp,
+    hf_experts,
+    hf_mixers,
+)
 from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.families.recurrent import every_nth, with_mixers
 from edgepipe.spec.layer_spec import Dense, LayerSpec, Router
@@ -26,18 +33,32 @@ def _hf_experts(shape: HfShape) -> FamilySpec:
 
 
 def _decoder(shape: HfShape, feed: LayerSpec, *, kv_heads: int) -> FamilySpec:
-    layers = with_mixers(every_nth(shape), hf_mixers(shape, kv_heads), [feed] * shape.num_layers)
-    return FamilySpec(layers=layers, norm=replace(shape.norm(), plus_one=True), tied_embeddings=shape.tied())
+    mixers = hf_mixers(shape, kv_heads)
+    own_embedding = shape.flag("mtp_use_dedicated_embeddings")
+    after = replace(feed, attention=mixers["full_attention"].attention)
+    return FamilySpec(
+        layers=with_mixers(every_nth(shape), mixers, [feed] * shape.num_layers),
+        norm=replace(shape.norm(), plus_one=True),
+        tied_embeddings=shape.tied(),
+        mtp=None if own_embedding else shape.mtp(after, "mtp_num_hidden_layers", default=1),
+    )
 
 
 def _gguf_dense(shape: GgufShape) -> FamilySpec:
-    layers = gguf_layers(shape, LayerSpec(dense=Dense(inner=shape.inner())), tiled=True)
-    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return _gguf_decoder(shape, LayerSpec(dense=Dense(inner=shape.inner())))
 
 
 def _gguf_experts(shape: GgufShape) -> FamilySpec:
-    layers = gguf_layers(shape, gguf_experts(shape), tiled=True)
-    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return _gguf_decoder(shape, gguf_experts(shape))
+
+
+def _gguf_decoder(shape: GgufShape, feed: LayerSpec) -> FamilySpec:
+    return FamilySpec(
+        layers=gguf_layers(shape, feed, tiled=True),
+        norm=shape.norm(),
+        tied_embeddings=shape.tied,
+        mtp=gguf_mtp(shape, feed),
+    )
 
 
 QWEN3_5 = Family(

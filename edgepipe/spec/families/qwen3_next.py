@@ -11,7 +11,6 @@ from edgepipe.spec.families.recurrent import (
     gguf_delta_net,
     gguf_kinds,
     hf_delta_net,
-    own_layers,
     with_mixers,
 )
 from edgepipe.spec.layer_spec import Attention, Dense, Experts, LayerSpec, Router
@@ -68,8 +67,14 @@ def gguf_layers(shape: GgufShape, feed: LayerSpec, *, tiled: bool) -> tuple[Laye
         "full_attention": LayerSpec(attention=_gated(gguf_attention(shape, lambda _: shape.rope(dims)), dims)),
         "linear_attention": LayerSpec(recurrent=gguf_delta_net(shape, tiled=tiled)),
     }
-    kinds = gguf_kinds(shape, "ssm_conv1d", own_layers(shape))
+    kinds = gguf_kinds(shape, "ssm_conv1d", shape.own_layers)
     return with_mixers(kinds, mixers, [feed] * len(kinds))
+
+
+def gguf_mtp(shape: GgufShape, feed: LayerSpec) -> LayerSpec | None:
+    """Return the layer that predicts one token more: full attention with a feed-forward part. Raises ModelInvalid."""
+    dims = shape.rotary_dims(shape.head_dim())
+    return shape.mtp(replace(feed, attention=_gated(gguf_attention(shape, lambda _: shape.rope(dims)), dims)))
 
 
 def gguf_experts(shape: GgufShape) -> LayerSpec:
@@ -95,12 +100,22 @@ def _hf(shape: HfShape) -> FamilySpec:
     layers = range(shape.num_layers)
     feeds = [dense if layer in dense_layers or (layer + 1) % every else sparse for layer in layers]
     norm = replace(shape.norm(), plus_one=True)
-    return FamilySpec(layers=with_mixers(every_nth(shape), mixers, feeds), norm=norm, tied_embeddings=shape.tied())
+    return FamilySpec(
+        layers=with_mixers(every_nth(shape), mixers, feeds),
+        norm=norm,
+        tied_embeddings=shape.tied(),
+        mtp=shape.mtp(replace(mixers["full_attention"], experts=experts), default=1),
+    )
 
 
 def _gguf(shape: GgufShape) -> FamilySpec:
-    layers = gguf_layers(shape, gguf_experts(shape), tiled=False)
-    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    feed = gguf_experts(shape)
+    return FamilySpec(
+        layers=gguf_layers(shape, feed, tiled=False),
+        norm=shape.norm(),
+        tied_embeddings=shape.tied,
+        mtp=gguf_mtp(shape, feed),
+    )
 
 
 QWEN3_NEXT = Family(

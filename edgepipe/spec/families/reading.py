@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgepipe.errors import ArchitectureUnsupported
@@ -49,6 +49,7 @@ class FamilySpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    mtp: LayerSpec | None = None  # see ``ModelConfig.mtp``; tensors decide whether the files hold it
 
 
 class HfShape:
@@ -159,6 +160,14 @@ class HfShape:
         used = self.experts(_USED.used, used)
         found = Experts(count=count, used=used, inner=inner, router=router, shared_inner=shared_inner)
         return checked_experts(self.fields, found, _USED)
+
+    def mtp(self, layer: LayerSpec, key: str = "num_nextn_predict_layers", *, default: int = 0) -> LayerSpec | None:
+        """Return the layer that predicts one token more, the first of those of ``key``; None without.
+
+        ``default``: their number if the config does not say. Raises ModelInvalid.
+        """
+        count = self.fields.integer(key, low=0, high=MAX_LAYERS, default=default)
+        return replace(layer, mtp=True) if count and layer.attention is not None else None
 
     def norm(self, default: float = 1e-6) -> Norm:
         """Return the RMSNorm. Raises ModelInvalid."""
@@ -309,6 +318,19 @@ class GgufShape:
         rope = gguf_rope(self.fields, self.arch, dims=dims, context_length=declared, factors=self._factors)
         self.context = extended_context(rope, declared)
         return rope
+
+    @property
+    def own_layers(self) -> int:
+        """Number of layers without those that predict one token more each. Raises ModelInvalid."""
+        return self.num_layers - self._later
+
+    @property
+    def _later(self) -> int:
+        return self.integer("nextn_predict_layers", low=0, high=self.num_layers - 1, default=0)
+
+    def mtp(self, layer: LayerSpec) -> LayerSpec | None:
+        """Return the first layer that predicts one token more; None without. Raises ModelInvalid."""
+        return replace(layer, mtp=True) if self._later and layer.attention is not None else None
 
     def inner(self, key: str = "feed_forward_length") -> int:
         """Return the width of a feed-forward part. Raises ModelInvalid."""

@@ -125,11 +125,6 @@ def leading_dense(dense: Dense, experts: Experts, leading: int, num_layers: int)
     return [LayerSpec(dense=dense) if layer < leading else LayerSpec(experts=experts) for layer in range(num_layers)]
 
 
-def own_layers(shape: GgufShape) -> int:
-    """Return the number of layers without those that predict several tokens at once. Raises ModelInvalid."""
-    return shape.num_layers - shape.integer("nextn_predict_layers", low=0, high=shape.num_layers - 1, default=0)
-
-
 def gguf_attention(shape: GgufShape, rope: Callable[[int], Rope | None]) -> Attention:
     """Return attention whose number of key-value heads is 0 in layers without it; ``rope``: of a head's size.
 

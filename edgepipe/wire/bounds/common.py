@@ -38,6 +38,7 @@ COMMON: Tables = {
     "StageSettings": {
         "context_length": COUNT,  # the node compares it with the model, and says what is possible
         "block_size": Within(1, 1 << 16),  # tokens
+        "most_slots": COUNT,
     },
     "SamplingParams": dict[str, Checked](
         temperature=_SAMPLING,

@@ -53,6 +53,9 @@ _BEATS: Tables = {
         "silent": _STATE_LISTS,
         "disk_free_bytes": BYTES,
     },
+    "BatchFacts": {"room_bytes": BYTES, "owned": FEW, "held": FEW, "owners": FEW},
+    "OwnedBatch": {"term": COUNT, "num_bytes": BYTES},
+    "HeldBatch": {"term": COUNT, "num_bytes": BYTES},
     "DeviceState": {
         "reserved_bytes": BYTES,
         "free_bytes": BYTES,
@@ -75,7 +78,9 @@ _CALLS: Tables = {
         "kv_block_bytes": BYTES,
         "weight_bytes": BYTES,
         "products": FEW,
+        "slow_paths": FEW,
         "window_block_bytes": Most(64, BYTES),
+        "max_host_blocks": BLOCKS,
         "crashed_epoch": COUNT,
         "crashed_step": COUNT,
     },
@@ -86,6 +91,10 @@ _CALLS: Tables = {
         "kv_tokens": COUNT,  # the node compares them with its memory, and says what is possible
         "concurrency": CHATS,
         "num_nodes": NODES,
+        "num_replicas": NODES,
+        "replica": NODES,
+        "replica_pipelines": FEW,
+        "replica_share": SHARE,
         "exclude": NAMES,
         "names": FEW,
     },
@@ -96,6 +105,11 @@ _CALLS: Tables = {
     "ReadTensorRequest": {"offset": BYTES, "bytes_per_s": RATE},
     "KeepCopyRequest": {"parts": Most(4096, LAYERS)},
     "ReadFileRequest": {"offset": BYTES},
+    "ReadBatchRequest": {"input_at": BYTES, "output_at": BYTES, "error_at": BYTES},
+    "BatchPart": {
+        "file": Within(0, 2),
+        "offset": Checked("edgepipe.gateway.batches.copy_folder:CopyFolder.append"),
+    },
     "DataChunk": {"offset": Checked("edgepipe.daemon.files.transfer:WeightsClient.file")},
     "ProfilePoint": {"size": Within(0.0, 1e9), "seconds": SECONDS, "expert_share": SHARE},
     "LayerProfile": {
@@ -115,6 +129,8 @@ _CALLS: Tables = {
 _CHILDREN: Tables = {
     "Introduced": {"version": COUNT},
     "KeptModels": {"models": NAMES},
+    "BatchReport": {"sources": FEW},
+    "BatchSource": {"files": Most(3), "num_bytes": Most(3, BYTES)},
     "KeptModel": {"keep_s": MEASURED, "idle_since_s": MEASURED},
     "LoadQueue": {"loading": NAMES, "waiting": NAMES},
     "PlanWanted": {"left_out": NAMES, "question": COUNT},
@@ -135,6 +151,7 @@ _CHILDREN: Tables = {
         "kv_block_bytes": BYTES,
         "memory_free_bytes": BYTES,
         "products": FEW,
+        "slow_paths": FEW,
         "window_block_bytes": Most(64, BYTES),
     },
     "RunEngine": {"nodes": NAMES, "epoch_counter": COUNT},
@@ -179,6 +196,10 @@ _ADMIN: Tables = {
     "ServeEvent": {"progress": MEASURED},
     "StopModelReply": {"stopped": NAMES},
     "DrainEvent": {"stages": NAMES, "engines": NAMES},
+    "TaskState": {"begun_us": COUNT, "ended_us": COUNT, "bytes_done": BYTES, "bytes_total": BYTES, "error": FEW},
+    "TaskList": {"tasks": FEW},
+    "MeasuredLinks": {"links": BY_SIZE, "at_ms": COUNT},
+    "ServeChoices": {"context": TOKENS, "concurrency": CHATS},
     "LogsRequest": {"lines": Checked("edgepipe.daemon.services:AdminService.Logs")},
 }
 

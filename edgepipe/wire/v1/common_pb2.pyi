@@ -295,6 +295,37 @@ class PackedProducts(_message.Message):
 Global___PackedProducts: _TypeAlias = PackedProducts  # noqa: Y015
 
 @_typing.final
+class SlowPath(_message.Message):
+    """What makes the steps of a stage slower than they are elsewhere, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    cost: _builtins.str
+    reason: _builtins.str
+    remedy: _builtins.str
+    """command that makes the faster way available, if one does"""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        cost: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "reason", b"reason", "remedy", b"remedy", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowPath: _TypeAlias = SlowPath  # noqa: Y015
+
+@_typing.final
 class StageSettings(_message.Message):
     """Settings of a served model that every stage obeys. Every message about stages has them as this one field."""
 
@@ -305,15 +336,27 @@ class StageSettings(_message.Message):
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MOST_SLOTS_FIELD_NUMBER: _builtins.int
+    KV_RAM_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    DRAFT_HASH_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"float32" | "bfloat16" | "auto": as the node is set"""
     kv: _builtins.str
-    """form of the KV (edgepipe.spec.facts); empty: the compute dtype"""
+    """form of the KV (edgepipe.spec.kv_forms); empty: the compute dtype"""
     activation_type: Global___ActivationType.ValueType
     context_length: _builtins.int
     """tokens per sequence; 0: the model's"""
     block_size: _builtins.int
     """tokens per KV block"""
+    most_slots: _builtins.int
+    """of recurrent layers' states; 0: no bound"""
+    kv_ram: _builtins.str
+    """host memory for idle KV: bytes, or "auto"; empty: none"""
+    draft_model: _builtins.str
+    """name of a model that drafts beside the stage with the head; empty: none"""
+    draft_hash: _builtins.str
+    """its content"""
     def __init__(
         self,
         *,
@@ -322,10 +365,14 @@ class StageSettings(_message.Message):
         activation_type: Global___ActivationType.ValueType = ...,
         context_length: _builtins.int = ...,
         block_size: _builtins.int = ...,
+        most_slots: _builtins.int = ...,
+        kv_ram: _builtins.str = ...,
+        draft_model: _builtins.str = ...,
+        draft_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "kv", b"kv"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "draft_hash", b"draft_hash", "draft_model", b"draft_model", "dtype", b"dtype", "kv", b"kv", "kv_ram", b"kv_ram", "most_slots", b"most_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

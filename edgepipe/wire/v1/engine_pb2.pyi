@@ -589,7 +589,14 @@ class EngineState(_message.Message):
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
     FREE_SLOTS_FIELD_NUMBER: _builtins.int
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     PROMPT_STEPS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    REPLICA_SHARE_FIELD_NUMBER: _builtins.int
     MISSED_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     pipeline_id: _builtins.str
@@ -653,6 +660,17 @@ class EngineState(_message.Message):
     """that no sequence holds"""
     template_keywords: _builtins.str
     """JSON: of the chat template, where a request does not say; empty: none"""
+    host_blocks: _builtins.int
+    """KV blocks that host memory has room for, on every stage; 0: no idle KV goes there"""
+    used_host_blocks: _builtins.int
+    restored_tokens: _builtins.int
+    """since the epoch began: tokens whose KV came back from host memory"""
+    num_replicas: _builtins.int
+    """see ServeSpec"""
+    replica: _builtins.int
+    """see ServeSpec"""
+    replica_share: _builtins.float
+    """see ServeSpec"""
     missed_snapshots: _builtins.int
     """since the epoch began: states of prompts that were not kept for lack of slots"""
     @_builtins.property
@@ -677,6 +695,8 @@ class EngineState(_message.Message):
     def expert_shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertShare]:
         """that its steps read, by tokens; empty: no experts, or not counted"""
 
+    @_builtins.property
+    def drafts(self) -> Global___DraftState: ...
     @_builtins.property
     def prompt_steps(self) -> Global___PromptSteps:
         """as the last prompt was computed; none: no prompt yet, or stages not known"""
@@ -726,12 +746,19 @@ class EngineState(_message.Message):
         state_slots: _builtins.int = ...,
         free_slots: _builtins.int = ...,
         template_keywords: _builtins.str = ...,
+        drafts: Global___DraftState | None = ...,
         prompt_steps: Global___PromptSteps | None = ...,
+        host_blocks: _builtins.int = ...,
+        used_host_blocks: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
+        num_replicas: _builtins.int = ...,
+        replica: _builtins.int = ...,
+        replica_share: _builtins.float = ...,
         missed_snapshots: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error", "prompt_steps", b"prompt_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "drafts", b"drafts", "epoch", b"epoch", "error", b"error", "prompt_steps", b"prompt_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "prompt_steps", b"prompt_steps", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "drafts", b"drafts", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "host_blocks", b"host_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "num_replicas", b"num_replicas", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "prompt_steps", b"prompt_steps", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "replica", b"replica", "replica_share", b"replica_share", "restored_tokens", b"restored_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "used_host_blocks", b"used_host_blocks", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,6 +801,43 @@ class PromptSteps(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptSteps: _TypeAlias = PromptSteps  # noqa: Y015
+
+@_typing.final
+class DraftState(_message.Message):
+    """Drafts since the epoch began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    FACTOR_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """what drafts: "auto", "lookup", "mtp", "model"; empty: nothing"""
+    windows: _builtins.int
+    """rows with drafts"""
+    drafted: _builtins.int
+    """drafts that these verified"""
+    accepted: _builtins.int
+    factor: _builtins.float
+    """tokens per second over those without drafts, of the last windows, as predicted; 0: no window yet"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        windows: _builtins.int = ...,
+        drafted: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        factor: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "factor", b"factor", "source", b"source", "windows", b"windows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftState: _TypeAlias = DraftState  # noqa: Y015
 
 @_typing.final
 class ExpertShare(_message.Message):
@@ -891,6 +955,7 @@ class StageState(_message.Message):
     DECODE_MS_FIELD_NUMBER: _builtins.int
     DECODE_UPLOAD_MS_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
+    SLOW_PATHS_FIELD_NUMBER: _builtins.int
     COMPUTED_S_FIELD_NUMBER: _builtins.int
     BUBBLE_S_FIELD_NUMBER: _builtins.int
     HOP_BYTES_FIELD_NUMBER: _builtins.int
@@ -933,6 +998,8 @@ class StageState(_message.Message):
         """none: its weights are floats"""
 
     @_builtins.property
+    def slow_paths(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SlowPath]: ...
+    @_builtins.property
     def hop_latency_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of steps by one-way latency, one per bound of telemetry.HOP_LATENCY_S and one beyond"""
 
@@ -954,6 +1021,7 @@ class StageState(_message.Message):
         decode_ms: _builtins.float = ...,
         decode_upload_ms: _builtins.float = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
+        slow_paths: _abc.Iterable[_common_pb2.SlowPath] | None = ...,
         computed_s: _builtins.float = ...,
         bubble_s: _builtins.float = ...,
         hop_bytes: _builtins.int = ...,
@@ -963,7 +1031,7 @@ class StageState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "products", b"products", "ram_percent", b"ram_percent", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "products", b"products", "ram_percent", b"ram_percent", "slices", b"slices", "slow_paths", b"slow_paths", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

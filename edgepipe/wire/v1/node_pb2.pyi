@@ -163,6 +163,7 @@ class NodeState(_message.Message):
     SLEEPS_SOON_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     address: _builtins.str
@@ -202,6 +203,10 @@ class NodeState(_message.Message):
     def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids that it knows and does not hear"""
 
+    @_builtins.property
+    def batches(self) -> Global___BatchFacts:
+        """of its gateway; absent until that has read its disk"""
+
     def __init__(
         self,
         *,
@@ -224,14 +229,113 @@ class NodeState(_message.Message):
         sleeps_soon: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
         disk_free_bytes: _builtins.int = ...,
+        batches: Global___BatchFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "leaving", b"leaving", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "sleeps_soon", b"sleeps_soon", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batches", b"batches", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "leaving", b"leaving", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "sleeps_soon", b"sleeps_soon", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+@_typing.final
+class BatchFacts(_message.Message):
+    """Batches of a node that have a copy on another one, and copies that it keeps for others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOM_BYTES_FIELD_NUMBER: _builtins.int
+    OWNED_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    room_bytes: _builtins.int
+    """for further copies"""
+    @_builtins.property
+    def owned(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedBatch]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldBatch]: ...
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """heard nodes that own batches with a copy"""
+
+    def __init__(
+        self,
+        *,
+        room_bytes: _builtins.int = ...,
+        owned: _abc.Iterable[Global___OwnedBatch] | None = ...,
+        held: _abc.Iterable[Global___HeldBatch] | None = ...,
+        owners: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "owned", b"owned", "owners", b"owners", "room_bytes", b"room_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchFacts: _TypeAlias = BatchFacts  # noqa: Y015
+
+@_typing.final
+class OwnedBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    KEEPER_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    keeper: _builtins.str
+    """node that keeps the copy; empty: none"""
+    term: _builtins.int
+    """how often the batch was taken over"""
+    num_bytes: _builtins.int
+    """of all its files, as recorded"""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+        keeper: _builtins.str = ...,
+        term: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "keeper", b"keeper", "num_bytes", b"num_bytes", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnedBatch: _TypeAlias = OwnedBatch  # noqa: Y015
+
+@_typing.final
+class HeldBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    owner: _builtins.str
+    """node that it was copied from"""
+    term: _builtins.int
+    """of that node"""
+    num_bytes: _builtins.int
+    """that are durable in the copy"""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        term: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "num_bytes", b"num_bytes", "owner", b"owner", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldBatch: _TypeAlias = HeldBatch  # noqa: Y015
 
 @_typing.final
 class DeviceState(_message.Message):
@@ -490,8 +594,10 @@ class Prepared(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
+    SLOW_PATHS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    MAX_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -501,6 +607,8 @@ class Prepared(_message.Message):
     """KV blocks that fit into the reservation"""
     kv_block_bytes: _builtins.int
     weight_bytes: _builtins.int
+    max_host_blocks: _builtins.int
+    """KV blocks that fit into the reservation of host memory"""
     certificate: _builtins.bytes
     """of the stage"""
     crashed_epoch: _builtins.int
@@ -512,6 +620,8 @@ class Prepared(_message.Message):
     def profile(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
     def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
+    @_builtins.property
+    def slow_paths(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SlowPath]: ...
     @_builtins.property
     def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of kv_block_bytes: of each windowed memory class"""
@@ -529,15 +639,17 @@ class Prepared(_message.Message):
         weight_bytes: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
+        slow_paths: _abc.Iterable[_common_pb2.SlowPath] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
         settings: _common_pb2.StageSettings | None = ...,
+        max_host_blocks: _builtins.int = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "max_host_blocks", b"max_host_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -636,7 +748,12 @@ class ServeSpec(_message.Message):
     EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     ITL_GOAL_FIELD_NUMBER: _builtins.int
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    REPLICA_PIPELINES_FIELD_NUMBER: _builtins.int
+    REPLICA_SHARE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -663,8 +780,16 @@ class ServeSpec(_message.Message):
     """"auto", or a share such as "40%" (edgepipe.spec.expert_places); empty: none"""
     template_keywords: _builtins.str
     """JSON: of the chat template, where a request does not say; empty: none"""
+    draft: _builtins.str
+    """what drafts tokens: "lookup", "mtp", "off", or a model's name; empty: the default, "auto" """
     itl_goal: _builtins.str
     """time that prompts may add to a decode's turn, "100ms", or "off"; empty: the default"""
+    num_replicas: _builtins.int
+    """independent pipelines of the model; 0: one"""
+    replica: _builtins.int
+    """which of them this is, from 1 on; 0: the only one"""
+    replica_share: _builtins.float
+    """of the conversations, as planned; 0: an equal one"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -676,6 +801,10 @@ class ServeSpec(_message.Message):
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """further names by which requests may ask for the model"""
+
+    @_builtins.property
+    def replica_pipelines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all of them"""
 
     def __init__(
         self,
@@ -698,11 +827,16 @@ class ServeSpec(_message.Message):
         experts_in_ram: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         template_keywords: _builtins.str = ...,
+        draft: _builtins.str = ...,
         itl_goal: _builtins.str = ...,
+        num_replicas: _builtins.int = ...,
+        replica: _builtins.int = ...,
+        replica_pipelines: _abc.Iterable[_builtins.str] | None = ...,
+        replica_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draft", b"draft", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "num_replicas", b"num_replicas", "on_request", b"on_request", "policy", b"policy", "replica", b"replica", "replica_pipelines", b"replica_pipelines", "replica_share", b"replica_share", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1302,6 +1436,73 @@ class DataChunk(_message.Message):
 Global___DataChunk: _TypeAlias = DataChunk  # noqa: Y015
 
 @_typing.final
+class ReadBatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    INPUT_AT_FIELD_NUMBER: _builtins.int
+    OUTPUT_AT_FIELD_NUMBER: _builtins.int
+    ERROR_AT_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    input_at: _builtins.int
+    """bytes of each file that the caller has"""
+    output_at: _builtins.int
+    error_at: _builtins.int
+    have: _builtins.bytes
+    """digest of the record that it has"""
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        batch_id: _builtins.str = ...,
+        input_at: _builtins.int = ...,
+        output_at: _builtins.int = ...,
+        error_at: _builtins.int = ...,
+        have: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "error_at", b"error_at", "have", b"have", "hello", b"hello", "input_at", b"input_at", "output_at", b"output_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadBatchRequest: _TypeAlias = ReadBatchRequest  # noqa: Y015
+
+@_typing.final
+class BatchPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    record: _builtins.bytes
+    """JSON; in the first part only"""
+    file: _builtins.int
+    """0: input, 1: output, 2: errors"""
+    offset: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        record: _builtins.bytes = ...,
+        file: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "offset", b"offset", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchPart: _TypeAlias = BatchPart  # noqa: Y015
+
+@_typing.final
 class ChildReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1318,6 +1519,7 @@ class ChildReport(_message.Message):
     LOAD_WANTED_FIELD_NUMBER: _builtins.int
     UNLOAD_WANTED_FIELD_NUMBER: _builtins.int
     KEPT_MODELS_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     child_id: _builtins.str
     """in the first report of any kind"""
@@ -1349,6 +1551,8 @@ class ChildReport(_message.Message):
     def unload_wanted(self) -> Global___UnloadWanted: ...
     @_builtins.property
     def kept_models(self) -> Global___KeptModels: ...
+    @_builtins.property
+    def batches(self) -> Global___BatchReport: ...
     def __init__(
         self,
         *,
@@ -1365,13 +1569,14 @@ class ChildReport(_message.Message):
         load_wanted: Global___LoadWanted | None = ...,
         unload_wanted: Global___UnloadWanted | None = ...,
         kept_models: Global___KeptModels | None = ...,
+        batches: Global___BatchReport | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted", "unload_wanted", "kept_models"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted", "unload_wanted", "kept_models", "batches"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -1396,6 +1601,75 @@ class Introduced(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduced: _TypeAlias = Introduced  # noqa: Y015
+
+@_typing.final
+class BatchReport(_message.Message):
+    """A gateway's batches that have or keep copies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def facts(self) -> Global___BatchFacts: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchSource]:
+        """of facts.owned with a keeper"""
+
+    def __init__(
+        self,
+        *,
+        facts: Global___BatchFacts | None = ...,
+        sources: _abc.Iterable[Global___BatchSource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchReport: _TypeAlias = BatchReport  # noqa: Y015
+
+@_typing.final
+class BatchSource(_message.Message):
+    """What the node's daemon may send to the keeper of a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    KEEPER_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    keeper: _builtins.str
+    """node id"""
+    record: _builtins.bytes
+    """JSON"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names in the folder of files: input, output, errors"""
+
+    @_builtins.property
+    def num_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """durable bytes of each"""
+
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+        keeper: _builtins.str = ...,
+        record: _builtins.bytes = ...,
+        files: _abc.Iterable[_builtins.str] | None = ...,
+        num_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "files", b"files", "keeper", b"keeper", "num_bytes", b"num_bytes", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchSource: _TypeAlias = BatchSource  # noqa: Y015
 
 @_typing.final
 class LoadWanted(_message.Message):
@@ -1728,6 +2002,7 @@ class ShardLoaded(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
+    SLOW_PATHS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
@@ -1736,6 +2011,8 @@ class ShardLoaded(_message.Message):
     """on the device, after loading"""
     @_builtins.property
     def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
+    @_builtins.property
+    def slow_paths(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SlowPath]: ...
     @_builtins.property
     def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of kv_block_bytes: of each windowed memory class"""
@@ -1751,12 +2028,13 @@ class ShardLoaded(_message.Message):
         kv_block_bytes: _builtins.int = ...,
         memory_free_bytes: _builtins.int = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
+        slow_paths: _abc.Iterable[_common_pb2.SlowPath] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
         settings: _common_pb2.StageSettings | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "settings", b"settings", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1859,9 +2137,12 @@ class LoadShard(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    DRAFT_PATH_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     path: _builtins.str
     """folder or file that open_weights takes"""
+    draft_path: _builtins.str
+    """the draft model's folder or file; empty: none is here"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -1876,10 +2157,11 @@ class LoadShard(_message.Message):
         path: _builtins.str = ...,
         placement: Global___StagePlacement | None = ...,
         settings: _common_pb2.StageSettings | None = ...,
+        draft_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "path", b"path", "pipeline_id", b"pipeline_id", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_path", b"draft_path", "epoch", b"epoch", "path", b"path", "pipeline_id", b"pipeline_id", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2465,6 +2747,7 @@ class ServeRequest(_message.Message):
     REBALANCE_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     MUST_KEEP_CONTEXT_FIELD_NUMBER: _builtins.int
+    AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
     """"a:0-14,b:15-29"; empty: the planner decides"""
     rebalance: _builtins.bool
@@ -2473,6 +2756,8 @@ class ServeRequest(_message.Message):
     """whether stages move by themselves from now on"""
     must_keep_context: _builtins.bool
     """one whole context must fit"""
+    auto_replicas: _builtins.bool
+    """the planner chooses the number of pipelines"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -2488,10 +2773,11 @@ class ServeRequest(_message.Message):
         rebalance: _builtins.bool = ...,
         moves: Global___Moves.ValueType = ...,
         must_keep_context: _builtins.bool = ...,
+        auto_replicas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "must_keep_context", b"must_keep_context", "options", b"options", "plan", b"plan", "rebalance", b"rebalance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_replicas", b"auto_replicas", "hello", b"hello", "moves", b"moves", "must_keep_context", b"must_keep_context", "options", b"options", "plan", b"plan", "rebalance", b"rebalance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2740,20 +3026,48 @@ class MeasureLinksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
+    REMEMBERED_FIELD_NUMBER: _builtins.int
+    remembered: _builtins.bool
+    """return the last measurement, empty before the first"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
         self,
         *,
         hello: _common_pb2.Hello | None = ...,
+        remembered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "remembered", b"remembered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeasureLinksRequest: _TypeAlias = MeasureLinksRequest  # noqa: Y015
+
+@_typing.final
+class MeasuredLinks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    AT_MS_FIELD_NUMBER: _builtins.int
+    at_ms: _builtins.int
+    """wall clock of the node; 0: not measured since it started"""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProfile]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___LinkProfile] | None = ...,
+        at_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ms", b"at_ms", "links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLinks: _TypeAlias = MeasuredLinks  # noqa: Y015
 
 @_typing.final
 class SurveyRequest(_message.Message):
@@ -3145,3 +3459,264 @@ class LogLine(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class TicketRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TicketRequest: _TypeAlias = TicketRequest  # noqa: Y015
+
+@_typing.final
+class PageTicket(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello:
+        """of the gateway that redeems it"""
+
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        ticket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageTicket: _TypeAlias = PageTicket  # noqa: Y015
+
+@_typing.final
+class RedeemReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALID_FIELD_NUMBER: _builtins.int
+    valid: _builtins.bool
+    """it was issued here a short time ago, and not used before"""
+    def __init__(
+        self,
+        *,
+        valid: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["valid", b"valid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedeemReply: _TypeAlias = RedeemReply  # noqa: Y015
+
+@_typing.final
+class StartTaskRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """one of a closed list, see edgepipe/daemon/tasks/commands.py"""
+    model: _builtins.str
+    """empty: the command takes none"""
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def choices(self) -> Global___ServeChoices:
+        """of serve and plan"""
+
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        kind: _builtins.str = ...,
+        model: _builtins.str = ...,
+        choices: Global___ServeChoices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "hello", b"hello", "kind", b"kind", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartTaskRequest: _TypeAlias = StartTaskRequest  # noqa: Y015
+
+@_typing.final
+class ServeChoices(_message.Message):
+    """How a task serves a model, or plans to. Empty or 0: the command's default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    kv: _builtins.str
+    """"8bit" or "4bit" """
+    context: _builtins.int
+    """tokens per conversation"""
+    concurrency: _builtins.int
+    """chats at the same time"""
+    draft: _builtins.str
+    """"lookup" | "mtp" | "off" """
+    def __init__(
+        self,
+        *,
+        kv: _builtins.str = ...,
+        context: _builtins.int = ...,
+        concurrency: _builtins.int = ...,
+        draft: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "context", b"context", "draft", b"draft", "kv", b"kv"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeChoices: _TypeAlias = ServeChoices  # noqa: Y015
+
+@_typing.final
+class TaskRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        task_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskRequest: _TypeAlias = TaskRequest  # noqa: Y015
+
+@_typing.final
+class WatchTasksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchTasksRequest: _TypeAlias = WatchTasksRequest  # noqa: Y015
+
+@_typing.final
+class TaskState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    BEGUN_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    kind: _builtins.str
+    model: _builtins.str
+    state: _builtins.str
+    """"waiting" | "running" | "done" | "failed" | "cancelled" """
+    begun_us: _builtins.int
+    """wall clock of the node"""
+    ended_us: _builtins.int
+    """0: it has not ended"""
+    phase: _builtins.str
+    """what it does now, for people"""
+    bytes_done: _builtins.int
+    """of this phase"""
+    bytes_total: _builtins.int
+    """0: not known"""
+    result: _builtins.bytes
+    """JSON that the command printed; empty in lists"""
+    @_builtins.property
+    def error(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the last lines that a failed command printed on stderr"""
+
+    @_builtins.property
+    def choices(self) -> Global___ServeChoices: ...
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: _builtins.str = ...,
+        begun_us: _builtins.int = ...,
+        ended_us: _builtins.int = ...,
+        phase: _builtins.str = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+        result: _builtins.bytes = ...,
+        error: _abc.Iterable[_builtins.str] | None = ...,
+        choices: Global___ServeChoices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_us", b"begun_us", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "choices", b"choices", "ended_us", b"ended_us", "error", b"error", "kind", b"kind", "model", b"model", "phase", b"phase", "result", b"result", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskState: _TypeAlias = TaskState  # noqa: Y015
+
+@_typing.final
+class TaskList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskState]:
+        """newest first"""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___TaskState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskList: _TypeAlias = TaskList  # noqa: Y015

@@ -89,6 +89,11 @@ class NodeStub:
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.FromString,
                 _registered_method=True)
+        self.ReadBatch = channel.unary_stream(
+                '/edgepipe.wire.v1.Node/ReadBatch',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReadBatchRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.BatchPart.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -169,6 +174,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBatch(self, request, context):
+        """What the gateway of a batch's keeper lacks of the batch: its record first, then bytes of its files. It waits for news.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -226,6 +238,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Rebalance,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.SerializeToString,
+            ),
+            'ReadBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBatch,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ReadBatchRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.BatchPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -525,6 +542,33 @@ class Node:
             '/edgepipe.wire.v1.Node/Rebalance',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.RebalanceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Node/ReadBatch',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.ReadBatchRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.BatchPart.FromString,
             options,
             channel_credentials,
             insecure,
@@ -873,7 +917,7 @@ class AdminStub:
         self.MeasureLinks = channel.unary_unary(
                 '/edgepipe.wire.v1.Admin/MeasureLinks',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.SerializeToString,
-                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasuredLinks.FromString,
                 _registered_method=True)
         self.StopModel = channel.unary_unary(
                 '/edgepipe.wire.v1.Admin/StopModel',
@@ -909,6 +953,36 @@ class AdminStub:
                 '/edgepipe.wire.v1.Admin/ActAsGateway',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.FromString,
+                _registered_method=True)
+        self.IssueTicket = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/IssueTicket',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TicketRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.FromString,
+                _registered_method=True)
+        self.RedeemTicket = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/RedeemTicket',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RedeemReply.FromString,
+                _registered_method=True)
+        self.StartTask = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/StartTask',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StartTaskRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+                _registered_method=True)
+        self.CancelTask = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/CancelTask',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+                _registered_method=True)
+        self.GetTask = channel.unary_unary(
+                '/edgepipe.wire.v1.Admin/GetTask',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+                _registered_method=True)
+        self.WatchTasks = channel.unary_stream(
+                '/edgepipe.wire.v1.Admin/WatchTasks',
+                request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.WatchTasksRequest.SerializeToString,
+                response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskList.FromString,
                 _registered_method=True)
 
 
@@ -987,6 +1061,45 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def IssueTicket(self, request, context):
+        """A ticket that opens the page with the right to manage, once; and the use of that ticket by the node's gateway.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RedeemTicket(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartTask(self, request, context):
+        """Commands of edgepipe that the node runs as child processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelTask(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTask(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTasks(self, request, context):
+        """All remembered tasks, at once and on every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1008,7 +1121,7 @@ def add_AdminServicer_to_server(servicer, server):
             'MeasureLinks': grpc.unary_unary_rpc_method_handler(
                     servicer.MeasureLinks,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.FromString,
-                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.SerializeToString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasuredLinks.SerializeToString,
             ),
             'StopModel': grpc.unary_unary_rpc_method_handler(
                     servicer.StopModel,
@@ -1044,6 +1157,36 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ActAsGateway,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.SerializeToString,
+            ),
+            'IssueTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.IssueTicket,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TicketRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.SerializeToString,
+            ),
+            'RedeemTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.RedeemTicket,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.RedeemReply.SerializeToString,
+            ),
+            'StartTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartTask,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.StartTaskRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.SerializeToString,
+            ),
+            'CancelTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelTask,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.SerializeToString,
+            ),
+            'GetTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTask,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.SerializeToString,
+            ),
+            'WatchTasks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTasks,
+                    request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.WatchTasksRequest.FromString,
+                    response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1153,7 +1296,7 @@ class Admin:
             target,
             '/edgepipe.wire.v1.Admin/MeasureLinks',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasureLinksRequest.SerializeToString,
-            edgepipe_dot_wire_dot_v1_dot_node__pb2.ProfileLinksReply.FromString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.MeasuredLinks.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1343,6 +1486,168 @@ class Admin:
             '/edgepipe.wire.v1.Admin/ActAsGateway',
             edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayRequest.SerializeToString,
             edgepipe_dot_wire_dot_v1_dot_node__pb2.GatewayReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IssueTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/IssueTicket',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TicketRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RedeemTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/RedeemTicket',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.PageTicket.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.RedeemReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/StartTask',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.StartTaskRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/CancelTask',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/GetTask',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/edgepipe.wire.v1.Admin/WatchTasks',
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.WatchTasksRequest.SerializeToString,
+            edgepipe_dot_wire_dot_v1_dot_node__pb2.TaskList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class NodeStub:
     """Fetch parts of a model from peers and keep them; progress, until all are there."""
     Rebalance: _grpc.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]
     """Place a running pipeline anew over all nodes that are there now."""
+    ReadBatch: _grpc.UnaryStreamMultiCallable[_node_pb2.ReadBatchRequest, _node_pb2.BatchPart]
+    """What the gateway of a batch's keeper lacks of the batch: its record first, then bytes of its files. It waits for news."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -77,6 +79,8 @@ class NodeAsyncStub(NodeStub):
     """Fetch parts of a model from peers and keep them; progress, until all are there."""
     Rebalance: _aio.UnaryUnaryMultiCallable[_node_pb2.RebalanceRequest, _node_pb2.RebalanceReply]  # type: ignore[assignment]
     """Place a running pipeline anew over all nodes that are there now."""
+    ReadBatch: _aio.UnaryStreamMultiCallable[_node_pb2.ReadBatchRequest, _node_pb2.BatchPart]  # type: ignore[assignment]
+    """What the gateway of a batch's keeper lacks of the batch: its record first, then bytes of its files. It waits for news."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -164,6 +168,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.RebalanceReply, _abc.Awaitable[_node_pb2.RebalanceReply]]:
         """Place a running pipeline anew over all nodes that are there now."""
+
+    @_abc_1.abstractmethod
+    def ReadBatch(
+        self,
+        request: _node_pb2.ReadBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.BatchPart], _abc.AsyncIterator[_node_pb2.BatchPart]]:
+        """What the gateway of a batch's keeper lacks of the batch: its record first, then bytes of its files. It waits for news."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -278,7 +290,7 @@ class AdminStub:
     Serve: _grpc.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]
     Survey: _grpc.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]
     """The inputs of a plan for a model; measures what is not known yet."""
-    MeasureLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]
+    MeasureLinks: _grpc.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.MeasuredLinks]
     """Every directed link between nodes, measured where it was not lately."""
     StopModel: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]
     RescanModels: _grpc.UnaryUnaryMultiCallable[_node_pb2.RescanModelsRequest, _node_pb2.RescanModelsReply]
@@ -291,6 +303,15 @@ class AdminStub:
     """Copy every part of a model to several disks; progress of each node, until all are there."""
     ActAsGateway: _grpc.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
+    IssueTicket: _grpc.UnaryUnaryMultiCallable[_node_pb2.TicketRequest, _node_pb2.PageTicket]
+    """A ticket that opens the page with the right to manage, once; and the use of that ticket by the node's gateway."""
+    RedeemTicket: _grpc.UnaryUnaryMultiCallable[_node_pb2.PageTicket, _node_pb2.RedeemReply]
+    StartTask: _grpc.UnaryUnaryMultiCallable[_node_pb2.StartTaskRequest, _node_pb2.TaskState]
+    """Commands of edgepipe that the node runs as child processes."""
+    CancelTask: _grpc.UnaryUnaryMultiCallable[_node_pb2.TaskRequest, _node_pb2.TaskState]
+    GetTask: _grpc.UnaryUnaryMultiCallable[_node_pb2.TaskRequest, _node_pb2.TaskState]
+    WatchTasks: _grpc.UnaryStreamMultiCallable[_node_pb2.WatchTasksRequest, _node_pb2.TaskList]
+    """All remembered tasks, at once and on every change."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -299,7 +320,7 @@ class AdminAsyncStub(AdminStub):
     Serve: _aio.UnaryStreamMultiCallable[_node_pb2.ServeRequest, _node_pb2.ServeEvent]  # type: ignore[assignment]
     Survey: _aio.UnaryUnaryMultiCallable[_node_pb2.SurveyRequest, _node_pb2.SurveyReply]  # type: ignore[assignment]
     """The inputs of a plan for a model; measures what is not known yet."""
-    MeasureLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.ProfileLinksReply]  # type: ignore[assignment]
+    MeasureLinks: _aio.UnaryUnaryMultiCallable[_node_pb2.MeasureLinksRequest, _node_pb2.MeasuredLinks]  # type: ignore[assignment]
     """Every directed link between nodes, measured where it was not lately."""
     StopModel: _aio.UnaryUnaryMultiCallable[_node_pb2.StopModelRequest, _node_pb2.StopModelReply]  # type: ignore[assignment]
     RescanModels: _aio.UnaryUnaryMultiCallable[_node_pb2.RescanModelsRequest, _node_pb2.RescanModelsReply]  # type: ignore[assignment]
@@ -312,6 +333,15 @@ class AdminAsyncStub(AdminStub):
     """Copy every part of a model to several disks; progress of each node, until all are there."""
     ActAsGateway: _aio.UnaryStreamMultiCallable[_node_pb2.GatewayRequest, _node_pb2.GatewayReply]  # type: ignore[assignment]
     """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
+    IssueTicket: _aio.UnaryUnaryMultiCallable[_node_pb2.TicketRequest, _node_pb2.PageTicket]  # type: ignore[assignment]
+    """A ticket that opens the page with the right to manage, once; and the use of that ticket by the node's gateway."""
+    RedeemTicket: _aio.UnaryUnaryMultiCallable[_node_pb2.PageTicket, _node_pb2.RedeemReply]  # type: ignore[assignment]
+    StartTask: _aio.UnaryUnaryMultiCallable[_node_pb2.StartTaskRequest, _node_pb2.TaskState]  # type: ignore[assignment]
+    """Commands of edgepipe that the node runs as child processes."""
+    CancelTask: _aio.UnaryUnaryMultiCallable[_node_pb2.TaskRequest, _node_pb2.TaskState]  # type: ignore[assignment]
+    GetTask: _aio.UnaryUnaryMultiCallable[_node_pb2.TaskRequest, _node_pb2.TaskState]  # type: ignore[assignment]
+    WatchTasks: _aio.UnaryStreamMultiCallable[_node_pb2.WatchTasksRequest, _node_pb2.TaskList]  # type: ignore[assignment]
+    """All remembered tasks, at once and on every change."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -341,7 +371,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _node_pb2.MeasureLinksRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_node_pb2.ProfileLinksReply, _abc.Awaitable[_node_pb2.ProfileLinksReply]]:
+    ) -> _typing.Union[_node_pb2.MeasuredLinks, _abc.Awaitable[_node_pb2.MeasuredLinks]]:
         """Every directed link between nodes, measured where it was not lately."""
 
     @_abc_1.abstractmethod
@@ -396,5 +426,50 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.GatewayReply], _abc.AsyncIterator[_node_pb2.GatewayReply]]:
         """A command that talks to engines itself (bench): it counts as a gateway of this node while the stream is open."""
+
+    @_abc_1.abstractmethod
+    def IssueTicket(
+        self,
+        request: _node_pb2.TicketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.PageTicket, _abc.Awaitable[_node_pb2.PageTicket]]:
+        """A ticket that opens the page with the right to manage, once; and the use of that ticket by the node's gateway."""
+
+    @_abc_1.abstractmethod
+    def RedeemTicket(
+        self,
+        request: _node_pb2.PageTicket,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.RedeemReply, _abc.Awaitable[_node_pb2.RedeemReply]]: ...
+
+    @_abc_1.abstractmethod
+    def StartTask(
+        self,
+        request: _node_pb2.StartTaskRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.TaskState, _abc.Awaitable[_node_pb2.TaskState]]:
+        """Commands of edgepipe that the node runs as child processes."""
+
+    @_abc_1.abstractmethod
+    def CancelTask(
+        self,
+        request: _node_pb2.TaskRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.TaskState, _abc.Awaitable[_node_pb2.TaskState]]: ...
+
+    @_abc_1.abstractmethod
+    def GetTask(
+        self,
+        request: _node_pb2.TaskRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.TaskState, _abc.Awaitable[_node_pb2.TaskState]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchTasks(
+        self,
+        request: _node_pb2.WatchTasksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.TaskList], _abc.AsyncIterator[_node_pb2.TaskList]]:
+        """All remembered tasks, at once and on every change."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

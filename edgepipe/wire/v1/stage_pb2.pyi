@@ -73,6 +73,7 @@ class OpenPipeline(_message.Message):
     STEP_DEADLINE_MS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
+    HOST_PLACES_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
@@ -103,6 +104,10 @@ class OpenPipeline(_message.Message):
         """blocks of each windowed memory class; none: all layers keep the context"""
 
     @_builtins.property
+    def host_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Host memory below the device: blocks of each memory class, and slots of states if there are any; none: no such memory."""
+
+    @_builtins.property
     def next(self) -> Global___RingNeighbour:
         """the stage at next_address"""
 
@@ -127,12 +132,13 @@ class OpenPipeline(_message.Message):
         step_deadline_ms: _builtins.int = ...,
         window_blocks: _abc.Iterable[_builtins.int] | None = ...,
         state_slots: _builtins.int = ...,
+        host_places: _abc.Iterable[_builtins.int] | None = ...,
         next: Global___RingNeighbour | None = ...,
         previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "host_places", b"host_places", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,9 +195,24 @@ class Plan(_message.Message):
     STATE_ROW_FIELD_NUMBER: _builtins.int
     STATE_AFTER_FIELD_NUMBER: _builtins.int
     STATE_SLOT_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    HOME_FIELD_NUMBER: _builtins.int
+    MOVE_CLASS_FIELD_NUMBER: _builtins.int
+    MOVE_PLACE_FIELD_NUMBER: _builtins.int
+    MOVE_KEPT_FIELD_NUMBER: _builtins.int
+    MOVE_OUT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     last_slice: _builtins.int
     """whose stage sends StepDone"""
+    after: _builtins.int
+    """An earlier step whose sampled tokens the rows begin with: each row has one token, of a sequence that samples there.
+    0: token_ids has the tokens.
+    """
+    home: _builtins.bool
+    """The stage that samples sends the tokens to the stage that embeds, too, over a Ring stream that feeds slice 0: an int32
+    for each row that samples, instead of activations. Later plans may have rows after this step.
+    """
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -205,8 +226,10 @@ class Plan(_message.Message):
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def sample(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """the row's last token gets logits and a token is sampled from them"""
+    def sample(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The row's last n tokens get logits. A token is sampled from the first of them, and from each next one as long as the
+        sampled token is the row's next token. 0: none.
+        """
 
     @_builtins.property
     def block_row(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -220,7 +243,7 @@ class Plan(_message.Message):
     def block_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """all rows' tokens, packed; only for the stage that embeds"""
+        """All rows' tokens, packed; only for the stage that embeds, and for the one with the head if a row samples more than one."""
 
     @_builtins.property
     def registers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -248,6 +271,29 @@ class Plan(_message.Message):
     def state_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def state_slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def draft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By row: drafts that the stage with the head returns with the row's tokens, at most. None: no row wants any."""
+
+    @_builtins.property
+    def move_class(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Copies of blocks and states between the device and host memory, in columns. Every stage performs them in order, before
+        the copies and the rows. A stage behind last_slice performs them with its next step.
+        memory class; behind the last one: slots of states
+        """
+
+    @_builtins.property
+    def move_place(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block or slot on the device"""
+
+    @_builtins.property
+    def move_kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block or slot in host memory"""
+
+    @_builtins.property
+    def move_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """to host memory; else back to the device"""
+
     def __init__(
         self,
         *,
@@ -257,7 +303,7 @@ class Plan(_message.Message):
         sequence: _abc.Iterable[_builtins.int] | None = ...,
         position: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        sample: _abc.Iterable[_builtins.bool] | None = ...,
+        sample: _abc.Iterable[_builtins.int] | None = ...,
         block_row: _abc.Iterable[_builtins.int] | None = ...,
         block_start: _abc.Iterable[_builtins.int] | None = ...,
         block_count: _abc.Iterable[_builtins.int] | None = ...,
@@ -270,10 +316,17 @@ class Plan(_message.Message):
         state_row: _abc.Iterable[_builtins.int] | None = ...,
         state_after: _abc.Iterable[_builtins.int] | None = ...,
         state_slot: _abc.Iterable[_builtins.int] | None = ...,
+        draft: _abc.Iterable[_builtins.int] | None = ...,
+        after: _builtins.int = ...,
+        home: _builtins.bool = ...,
+        move_class: _abc.Iterable[_builtins.int] | None = ...,
+        move_place: _abc.Iterable[_builtins.int] | None = ...,
+        move_kept: _abc.Iterable[_builtins.int] | None = ...,
+        move_out: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "epoch", b"epoch", "frees", b"frees", "last_slice", b"last_slice", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "move_class", b"move_class", "move_kept", b"move_kept", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,12 +411,15 @@ class Register(_message.Message):
     END_IDS_FIELD_NUMBER: _builtins.int
     SEEN_STEPS_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     choice: _builtins.int
     prompt_tokens: _builtins.int
     """absolute position p is output position p - prompt_tokens"""
     continues: _builtins.bool
     """only columns of ids, which are appended to those sent before"""
+    draft: _builtins.str
+    """what drafts its tokens, "auto", "lookup", "mtp" or "model"; empty: nothing. Prompt and output are then there"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -394,10 +450,11 @@ class Register(_message.Message):
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
         seen_steps: _abc.Iterable[_builtins.int] | None = ...,
         continues: _builtins.bool = ...,
+        draft: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "continues", b"continues", "end_ids", b"end_ids", "generated", b"generated", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "seen_steps", b"seen_steps", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "continues", b"continues", "draft", b"draft", "end_ids", b"end_ids", "generated", b"generated", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "seen_steps", b"seen_steps", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -639,6 +696,7 @@ class StageReport(_message.Message):
     STEP_DONE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    HOME_OPENED_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
     DEVICE_FAILED_FIELD_NUMBER: _builtins.int
@@ -658,6 +716,8 @@ class StageReport(_message.Message):
     def fault(self) -> _common_pb2.Error:
         """ends the epoch"""
 
+    @_builtins.property
+    def home_opened(self) -> Global___HomeOpened: ...
     def __init__(
         self,
         *,
@@ -665,15 +725,16 @@ class StageReport(_message.Message):
         step_done: Global___StepDone | None = ...,
         timings: Global___StageTimings | None = ...,
         fault: _common_pb2.Error | None = ...,
+        home_opened: Global___HomeOpened | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
         device_failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "home_opened", b"home_opened", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "fault", b"fault", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -708,6 +769,28 @@ class Opened(_message.Message):
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
 
 @_typing.final
+class HomeOpened(_message.Message):
+    """Sent by the stage that samples, once the stage that embeds takes its tokens: plans may have `home`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HomeOpened: _TypeAlias = HomeOpened  # noqa: Y015
+
+@_typing.final
 class StepDone(_message.Message):
     """Sent by the stage of the plan's last slice: the step is retired."""
 
@@ -720,12 +803,16 @@ class StepDone(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_IDS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_SOURCES_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """one per sampling row, in row order"""
+        """of all sampling rows, in row order"""
 
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]: ...
@@ -737,6 +824,20 @@ class StepDone(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleFailure]: ...
+    @_builtins.property
+    def num_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by sampling row: at least one, unless it failed"""
+
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that may follow the ids, of all sampling rows, and where each comes from (edgepipe.backend.drafting)."""
+
+    @_builtins.property
+    def draft_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by sampling row; none: no drafts"""
+
     def __init__(
         self,
         *,
@@ -747,10 +848,14 @@ class StepDone(_message.Message):
         logprobs: _abc.Iterable[Global___SampledLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
         failures: _abc.Iterable[Global___SampleFailure] | None = ...,
+        num_ids: _abc.Iterable[_builtins.int] | None = ...,
+        drafts: _abc.Iterable[_builtins.int] | None = ...,
+        draft_sources: _abc.Iterable[_builtins.int] | None = ...,
+        num_drafts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failures", b"failures", "ids", b"ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_sources", b"draft_sources", "drafts", b"drafts", "epoch", b"epoch", "failures", b"failures", "ids", b"ids", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_ids", b"num_ids", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,14 +863,14 @@ Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
 
 @_typing.final
 class SampleFailure(_message.Message):
-    """A sequence for which no token can be chosen: its id means nothing, and it ends with the error."""
+    """A sequence for which no further token can be chosen: it ends with the error, behind the ids of its row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """into ids"""
+    """among the sampling rows"""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     def __init__(
@@ -843,23 +948,56 @@ class StageTimings(_message.Message):
 
     TIMINGS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    HOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSample]: ...
+    @_builtins.property
+    def home(self) -> _containers.RepeatedCompositeFieldContainer[Global___HomeTokens]:
+        """from the stage that embeds"""
+
     def __init__(
         self,
         *,
         timings: _abc.Iterable[Global___StepTiming] | None = ...,
         links: _abc.Iterable[Global___LinkSample] | None = ...,
+        home: _abc.Iterable[Global___HomeTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["home", b"home", "links", b"links", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageTimings: _TypeAlias = StageTimings  # noqa: Y015
+
+@_typing.final
+class HomeTokens(_message.Message):
+    """Tokens that came for the steps after this one. They equal those of its StepDone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one for each row that samples"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HomeTokens: _TypeAlias = HomeTokens  # noqa: Y015
 
 @_typing.final
 class StepTiming(_message.Message):
@@ -879,6 +1017,7 @@ class StepTiming(_message.Message):
     QUEUED_US_FIELD_NUMBER: _builtins.int
     EXPERT_SHARE_FIELD_NUMBER: _builtins.int
     UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFT_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     slice_index: _builtins.int
     num_tokens: _builtins.int
@@ -901,6 +1040,8 @@ class StepTiming(_message.Message):
     """of a layer's experts that the step read, mean of its layers; 0: not counted"""
     upload_bytes: _builtins.int
     """of the same step as upload_us"""
+    draft_us: _builtins.int
+    """drafting for the step's sequences, after sampling"""
     def __init__(
         self,
         *,
@@ -918,10 +1059,11 @@ class StepTiming(_message.Message):
         queued_us: _builtins.int = ...,
         expert_share: _builtins.float = ...,
         upload_bytes: _builtins.int = ...,
+        draft_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice_index", b"slice_index", "started_us", b"started_us", "step", b"step", "upload_bytes", b"upload_bytes", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "draft_us", b"draft_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice_index", b"slice_index", "started_us", b"started_us", "step", b"step", "upload_bytes", b"upload_bytes", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

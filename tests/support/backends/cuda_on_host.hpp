@@ -158,6 +158,7 @@ inline uint32_t to_bf16(double exact) {
 #define gridDim host::grid_size
 #define __device__
 #define KERNEL(name) inline void name
+#define KERNEL_OF_FOUR(name) inline void name
 #define DEVICE inline
 #define SHARED_MEMORY(name) unsigned char *name = host::shared.data()
 
@@ -202,6 +203,8 @@ DEVICE float widen_half(u16 bits) {
                                    : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
     return bits & 0x8000 ? -value : value;
 }
+
+DEVICE u32 masked_or(u32 value, u32 mask, u32 set) { return (value & mask) | set; }
 
 DEVICE u32 fma_bf16_pair(u32 a, u32 b, u32 c) {
     u32 result = 0;

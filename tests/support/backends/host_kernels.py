@@ -20,6 +20,8 @@ from edgepipe_torch.cuda.kernels.forms import (
     FUNCTIONS,
     PAGED_FILES,
     PAGED_FUNCTIONS,
+    PLACE_FILES,
+    PLACE_FUNCTIONS,
     PRODUCT_FILES,
     ROUTING_FILES,
     ROUTING_FUNCTIONS,
@@ -99,6 +101,7 @@ def step_part(form: StepForm) -> Part:
     return Part(files=form.files, macros=form.macros, functions=form.functions)
 
 
+PLACE = Part(files=PLACE_FILES, macros={}, functions=PLACE_FUNCTIONS)
 ROUTING = Part(files=ROUTING_FILES, macros={}, functions=ROUTING_FUNCTIONS)
 
 

@@ -90,11 +90,11 @@ class Maker:
         """Largest difference that rounding explains, as a part of the largest value.
 
         Two bf16 kernels of attention differ by up to 0.11 after these four layers; a wrong key changes 0.9 and more.
-        With 8-bit KV, sums that differ in their last bit may give neighbouring codes: one of them changed 7e-4.
+        With KV as codes, sums that differ in their last bit may give neighbouring codes: one of 8 bits changed 7e-4.
         """
         if self.dtype != "float32":
             return 0.2
-        return 3e-3 if self.kv == "8bit" else 2e-4
+        return {"8bit": 3e-3, "4bit": 5e-2}.get(self.kv, 2e-4)
 
 
 def cut(config: ModelConfig, cuts: Sequence[int]) -> tuple[Slice, ...]:

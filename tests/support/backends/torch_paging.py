@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from edgepipe_torch.cpu.device import CpuDevice
-from edgepipe_torch.cuda.device import CudaDevice
+from edgepipe_torch.cuda.device import CudaDevice, OwnKernels
 from edgepipe_torch.cuda.mixer_steps import StepKernels
-from edgepipe_torch.cuda.paging import GraphRecorder, PagedDecode, Paging
+from edgepipe_torch.cuda.paging import GraphRecorder, PagedDecode, Paging, VarlenAttention
 from edgepipe_torch.layers.head_shape import LayerHeads
 from torch import Tensor
 
@@ -70,10 +70,11 @@ def cpu_paging(
     page_tokens: int,
     new_recorder: Callable[[], GraphRecorder] = CpuRecorder,
     decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
+    attend: VarlenAttention | None = varlen_attention,
 ) -> Paging:
     """Return the reference kernels, recorded operations and copies. Any number of tokens makes a page."""
     return Paging(
-        attend=varlen_attention,
+        attend=attend,
         decode=decode,
         page_tokens=page_tokens,
         new_recorder=new_recorder,
@@ -87,12 +88,22 @@ class CudaOnHost(CudaDevice):
     picks_candidates = False
 
     def __init__(
-        self, dtype: str = "float32", *, paging: Paging | None = None, step_kernels: StepKernels | None = None
+        self,
+        dtype: str = "float32",
+        *,
+        paging: Paging | None = None,
+        step_kernels: StepKernels | None = None,
+        kernels: OwnKernels | None = None,
     ) -> None:
         """``paging``: as of ``cpu_paging``; None: neither pages nor graphs."""
         kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         super().__init__(
-            torch.device("cpu"), kind, paging=paging, step_kernels=step_kernels, transfer=CopyingTransfer()
+            torch.device("cpu"),
+            kind,
+            paging=paging,
+            step_kernels=step_kernels,
+            kernels=kernels,
+            transfer=CopyingTransfer(),
         )
 
     def profile(self) -> DeviceProfile:

@@ -47,11 +47,13 @@ class Twins:
         num_blocks: int = 96,
         decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
         step_kernels: StepKernels | None = None,
+        has_varlen: bool = True,
     ) -> None:
         """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices.
 
         decode        gives the kernel of layers that torch's kernel over pages excludes
         step_kernels  of recurrent layers, where graphs are
+        has_varlen    torch has a kernel over pages
         """
         self.config = config
         self.state_slots = 24 if config.state_bytes() else 0
@@ -63,6 +65,7 @@ class Twins:
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
+        paging = paging if has_varlen else replace(paging, attend=None)
         self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels))
         self.plain = TorchBackend(options)
         self.load()

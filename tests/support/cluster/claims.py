@@ -256,7 +256,7 @@ class EngineOfRogueStage:
 
     def __init__(self) -> None:
         self._begin()
-        done = stage_pb2.StepDone(epoch=epoch_to_wire(EPOCH), step=1, ids=[3, 3])
+        done = stage_pb2.StepDone(epoch=epoch_to_wire(EPOCH), step=1, ids=[3, 3], num_ids=[1, 1])
         done.timings.add(step=1, slice_index=1, num_tokens=6, num_rows=2, compute_us=1000)
         done.logprobs.add(index=1).token.logprob = -1.0
         done.prompt_logprobs.add(sequence=1, position=1).tokens.add(logprob=-1.0)
@@ -362,7 +362,7 @@ class StageOfRogueEngine:
             sequence=[1],
             position=[3],
             num_tokens=[1],
-            sample=[True],
+            sample=[1],
             block_row=[0],
             block_start=[1],
             block_count=[1],
@@ -419,7 +419,7 @@ class StageOfRogueEngine:
             sequence=[1],
             position=[0],
             num_tokens=[3],
-            sample=[True],
+            sample=[1],
             block_row=[0],
             block_start=[0],
             block_count=[1],

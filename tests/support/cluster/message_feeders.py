@@ -23,6 +23,7 @@ from edgepipe.cluster.trust import merge
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.daemon.device.layer_profiles import profile_key
+from edgepipe.daemon.files.batch_sources import BatchSources
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.link_probes import LinkProbes, ProbesService
 from edgepipe.daemon.services import NodeService, WeightsService, admit_to
@@ -46,6 +47,7 @@ from edgepipe.stage.sequences import SequenceTable
 from edgepipe.store.store import ModelStore
 from edgepipe.testing.clock import FakeClock
 from edgepipe.weights.emulated_folder import write_model_folder
+from edgepipe.wire.batches import BatchFacts, BatchReport, BatchSource
 from edgepipe.wire.children import PrepareEvent, PrepareProgress, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
@@ -70,6 +72,14 @@ FEW = 200  # messages that one world takes before it is made anew, so that what 
 
 M = TypeVar("M", bound=Message)
 Feed = Callable[[Any], Awaitable[None]]
+
+
+def batch_sources() -> BatchSources:
+    """A node's batches: one, whose record its keeper lacks."""
+    made = BatchSources(Path("batches"), local=FakeState(changes=lambda: stream_of()))
+    source = BatchSource(batch_id="batch_1", keeper="", record=b"{}", files=("a", "b", "c"), num_bytes=(0, 0, 0))
+    made.take(BatchReport(facts=BatchFacts(), sources=(source,)))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +201,7 @@ class World:
                 copies=1,
                 local=FakeState(changes=lambda: stream_of()),
             ),
+            batches=batch_sources(),
             record_s=0.0,
         )
         self.weights = WeightsService(admit=admit_to(own_hello), security=Plaintext(), models=self.models)
@@ -341,6 +352,9 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
         "Node/KeepCopy": Feeder(
             streamed(node.KeepCopy), [pb.KeepCopyRequest(**weights, parts=[0, 1], source=world.own.node_id)]
         ),
+        "Node/ReadBatch": Feeder(
+            streamed(node.ReadBatch), [pb.ReadBatchRequest(hello=world.said, batch_id="batch_1", input_at=1)]
+        ),
         "Probes/Echo": Feeder(
             lambda frame: drained(ProbesService(None).Echo(stream_of(frame), context)), [pb.EchoFrame()]
         ),
@@ -427,7 +441,7 @@ def _control_messages(world: World) -> list[stage_pb2.ControlMessage]:
         sequence=[1],
         position=[0],
         num_tokens=[3],
-        sample=[True],
+        sample=[1],
         block_row=[0],
         block_start=[0],
         block_count=[1],

@@ -34,7 +34,7 @@ class FakeNode:
         survey: EdgepipeError | None = None,
     ) -> None:
         """``survey``: the error of a survey."""
-        self._status = status or ClusterStatus(node_id=NodeId("a"))
+        self.status = status or ClusterStatus(node_id=NodeId("a"))
         self._peers = peers or ListPeersReply(node_id=NodeId("a"))
         self._survey = survey
         self.stopped: list[str] = []  # models; empty: all
@@ -45,7 +45,7 @@ class FakeNode:
         """No test asks another method."""
 
     def Status(self, request: Any, context: Any) -> pb.ClusterStatus:
-        return to_wire(self._status, pb.ClusterStatus)
+        return to_wire(self.status, pb.ClusterStatus)
 
     def ListPeers(self, request: Any, context: Any) -> trust_pb2.ListPeersReply:
         return to_wire(self._peers, trust_pb2.ListPeersReply)
@@ -64,14 +64,17 @@ class FakeNode:
         yield from ()
         refuse(context, ModelUnknown("no node has this model"))
 
-    def MeasureLinks(self, request: Any, context: Any) -> pb.ProfileLinksReply:
-        return pb.ProfileLinksReply()
+    def MeasureLinks(self, request: Any, context: Any) -> pb.MeasuredLinks:
+        return pb.MeasuredLinks()
 
     def RescanModels(self, request: Any, context: Any) -> pb.RescanModelsReply:
         return pb.RescanModelsReply()
 
     def Drain(self, request: Any, context: Any) -> Iterator[pb.DrainEvent]:
         yield from ()
+
+    def WatchTasks(self, request: Any, context: Any) -> Iterator[pb.TaskList]:
+        yield pb.TaskList()
 
     def Shutdown(self, request: Any, context: Any) -> pb.ShutdownReply:
         return pb.ShutdownReply()
@@ -89,7 +92,7 @@ def answering(data_dir: Path, node: NodeT) -> Generator[NodeT]:
     """Let ``node`` answer at the socket of ``data_dir``. It has the methods of the services that are asked."""
     socket = socket_path(data_dir)
     socket.parent.mkdir(parents=True, exist_ok=True)
-    server = grpc.server(ThreadPoolExecutor(2))
+    server = grpc.server(ThreadPoolExecutor(8))
     node_pb2_grpc.add_AdminServicer_to_server(cast("Any", node), server)
     trust_pb2_grpc.add_TrustAdminServicer_to_server(cast("Any", node), server)
     server.add_insecure_port(f"unix:{socket}")

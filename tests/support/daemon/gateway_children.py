@@ -103,6 +103,7 @@ async def gateway_keeper(folder: Path) -> AsyncIterator[tuple[GatewayKeeper, Gat
             views=cast("Any", SimpleNamespace(for_gateway=ClusterView)),
             requested=cast("Any", SimpleNamespace(load=loads.load, unload=unload)),
             kept=kept,
+            batches=cast("Any", SimpleNamespace(take=lambda _: None, forget=lambda: None)),
             local=FakeState(),
             tasks=tasks,
         )

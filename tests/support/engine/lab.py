@@ -7,6 +7,8 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -21,8 +23,11 @@ from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.sampling import SamplingParams
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.stage.draft_child import DraftLaunch
+from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import Trial
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.text.tokenizer import Tokenizer
@@ -65,10 +70,12 @@ def submission(request_id: str, prompt: Sequence[int], max_tokens: int, **more: 
 class FakeNode(node_pb2_grpc.NodeServicer):
     """Answers Prepare with a stage that is loaded already."""
 
-    def __init__(self, stage_address: str, *, max_blocks: int, contiguous_kv: bool = False) -> None:
+    def __init__(self, stage_address: str, *, max_blocks: int, profile: common_pb2.DeviceProfile | None = None) -> None:
+        """``profile``: with rates, the engine expects step times, and so paces prompts, from the first step on."""
         self.stage_address = stage_address
         self.max_blocks = max_blocks
-        self.contiguous_kv = contiguous_kv
+        self.max_host_blocks = 0
+        self.profile = profile or common_pb2.DeviceProfile()
         self.prepared: list[node_pb2.PrepareRequest] = []
         self.released: list[node_pb2.ReleaseRequest] = []
         self.refusal: EdgepipeError | None = None
@@ -93,8 +100,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 crashed_epoch=epoch,
                 crashed_step=step,
                 address=self.stage_address,
-                profile=common_pb2.DeviceProfile(contiguous_kv=self.contiguous_kv),
+                profile=self.profile,
                 max_blocks=self.max_blocks,
+                max_host_blocks=self.max_host_blocks,
                 kv_block_bytes=128,
                 weight_bytes=1000,
                 settings=request.settings,
@@ -264,6 +272,13 @@ class EngineLab:
         await gateway.until(lambda: gateway.welcome is not None)
         return gateway
 
+    @property
+    def draft_model(self) -> DraftProcess:
+        """The draft model's process, beside the last stage."""
+        found = self.stages.stages[-1]._draft_model  # pyright: ignore[reportPrivateUsage]
+        assert found is not None
+        return found
+
     def assert_idle(self) -> None:
         """All KV blocks free, nothing in flight, nothing queued."""
         state = self.engine.state()
@@ -306,7 +321,7 @@ def break_stage(lab: EngineLab, index: int) -> None:
 def lose_kv(lab: EngineLab, *stages: int) -> None:
     """As when other processes take the stages' places: their KV is new and empty."""
     for index in stages:
-        lab.stages.stages[index]._kv = (0, 0)  # pyright: ignore[reportPrivateUsage]
+        lab.stages.stages[index]._kv = ()  # pyright: ignore[reportPrivateUsage]
 
 
 @asynccontextmanager
@@ -314,6 +329,7 @@ async def engine_lab(
     *,
     num_stages: int = 2,
     max_blocks: int = 256,
+    max_host_blocks: int = 0,
     contiguous_kv: bool = False,
     micro_batches: int = 0,
     limits: EngineLimits | None = None,
@@ -322,21 +338,29 @@ async def engine_lab(
     config: ModelConfig = CONFIG,
     device: str = "rtx4090",
     time_factor: str = "0",
+    bandwidth_bytes_per_s: float = 0.0,
+    flops: float = 0.0,
     ready: bool = True,
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
     planner: Planner | None = None,
     constraints: Mapping[str, Any] | None = None,
     grammar_trial: Trial | None = None,
+    acceptance: str = "",
+    draft_folder: Path | None = None,
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
-    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec.
+    ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``link`` emulates a network between
+    them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec; ``acceptance`` is the share of right
+    drafts of an emulated draft model (empty: there is none). ``draft_folder`` has an emulated model that drafts in a
+    process of its own.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
     slices = make_slices([LayerRange(a, b) for a, b in itertools.pairwise(bounds)], config.num_layers)
-    options = BackendOptions(device=device, settings={"time_factor": time_factor})
+    drafts = {"draft_acceptance": acceptance} if acceptance else {}
+    options = BackendOptions(device=device, settings={"time_factor": time_factor, **drafts})
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
         network = make_network(link, SystemClock())
@@ -351,21 +375,30 @@ async def engine_lab(
                 network=network,
                 open_tokenizer=lambda: Tokenizer(byte_level_tokenizer(config.vocab_size)),
                 grammar_trial=grammar_trial,
+                draft=partial(_draft_launch, draft_folder) if draft_folder is not None else None,
             )
         )
         nodes = [
             FakeNode(  # pyright: ignore[reportAbstractUsage] - the rest is unused
-                address, max_blocks=max_blocks + index, contiguous_kv=contiguous_kv
+                address,
+                max_blocks=max_blocks + index,
+                profile=common_pb2.DeviceProfile(
+                    contiguous_kv=contiguous_kv, bandwidth_bytes_per_s=bandwidth_bytes_per_s, flops=flops
+                ),
             )
             for index, address in enumerate(stages.addresses)
         ]
+        for node in nodes:
+            node.max_host_blocks = max_host_blocks
         addresses = {NodeId(f"node{i}"): await _serve_node(node, stack) for i, node in enumerate(nodes)}
         spec = ServeSpec(
             model="emulated",
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
-            settings=StageSettings(block_size=block_size),
-            **(constraints or {}),
+            settings=StageSettings(
+                block_size=block_size, draft_model=draft_folder.name if draft_folder is not None else ""
+            ),
+            **{"draft": draft_folder.name if draft_folder is not None else "", **(constraints or {})},
         )
         server = make_server(Plaintext())
         address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"
@@ -405,6 +438,10 @@ async def engine_lab(
     if left:  # stages' handlers end a moment after their servers
         _, left = await asyncio.wait(left, timeout=10)
     assert not left, f"tasks are left: {left}"
+
+
+def _draft_launch(folder: Path, model: ModelBounds) -> DraftLaunch:
+    return DraftLaunch(path=str(folder), backend="emulated", settings={"time_factor": "0"}, vocab_size=model.vocab_size)
 
 
 def _of_grpc(task: asyncio.Task[Any]) -> bool:

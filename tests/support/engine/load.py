@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from edgepipe.engine import EngineLimits
 from edgepipe.scheduler import SchedulerStats
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.wire.engines import DraftState
 from tests.support.engine.lab import (
     CONFIG,
     EngineLab,
@@ -39,9 +40,11 @@ class Load:
     opening_tokens: int = 160  # longest common beginning of prompts
     num_tokens: int = 0  # of prompts and answers that ended
     preemptions: int = 0  # in epochs that a lost stage ended
+    restored_tokens: int = 0  # from host memory
     cached_tokens: int = 0
     num_requests: int = 0
     num_cancelled: int = 0
+    drafts: DraftState | None = None  # of the last epoch
     openings: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class Load:
                 await self._answered.wait()
             await self.lab.until(lambda: self.lab.engine.state().state == "ready")
             self.preemptions += self.stats().preemptions
+            self.restored_tokens += self.stats().restored_tokens
             stage = self.rng.randrange(len(self.lab.stages.stages))
             if self.rng.random() < 0.7:
                 lose_kv(self.lab, stage)
@@ -116,21 +120,30 @@ async def run_load(
     contiguous_kv: bool,
     num_gateways: int,
     max_blocks: int,
+    max_host_blocks: int = 0,
     longest: int = 160,
     config: ModelConfig = CONFIG,
     losses: int = 0,
     opening_tokens: int = 160,
+    acceptance: str = "",
 ) -> Load:
-    """Eight users at each gateway and a KV pool that is too small for them. ``losses``: stages to lose meanwhile."""
+    """Eight users at each gateway and a KV pool that is too small for them.
+
+    ``losses``: stages to lose meanwhile; ``acceptance``: of drafts, see ``engine_lab``.
+    """
     rng = random.Random(seed)
     async with engine_lab(
         num_stages=3,
         micro_batches=4,
         max_blocks=max_blocks,
+        max_host_blocks=max_host_blocks,
         contiguous_kv=contiguous_kv,
         limits=EngineLimits(max_prefill_tokens=256),
         block_size=BLOCK_SIZE,
         config=config,
+        acceptance=acceptance,
+        bandwidth_bytes_per_s=1e12,
+        flops=1e14,
     ) as lab:
         load = Load(lab, rng, tokens, longest, config, opening_tokens)
         async with asyncio.TaskGroup() as tasks:
@@ -145,5 +158,7 @@ async def run_load(
             watch.cancel()
         assert load.num_cancelled
         load.preemptions += load.stats().preemptions
+        load.restored_tokens += load.stats().restored_tokens
+        load.drafts = lab.engine.state().drafts
         assert lab.engine.state().recoveries >= losses  # a step that a busy machine makes late ends an epoch, too
         return load

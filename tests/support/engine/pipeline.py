@@ -18,9 +18,11 @@ from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.shaped import Network
 from edgepipe.sampling import sample
+from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.spec.facts import Slice
 from edgepipe.spec.tensors import WeightSource
+from edgepipe.stage.draft_child import DraftLaunch
 from edgepipe.stage.grammar_builds import Trial
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
@@ -31,6 +33,7 @@ from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
+    HomeTokens,
     LinkSample,
     PipelineSpec,
     Registration,
@@ -60,23 +63,28 @@ class StageReports:
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()
+        self.home_opened = asyncio.Event()
         self.ended = asyncio.Event()
         self.has_timings = asyncio.Event()
         self.done: asyncio.Queue[StepDone] = asyncio.Queue()  # tests take one per step in flight
         self.timings: list[StepTiming] = []
         self.links: list[LinkSample] = []
+        self.home: list[HomeTokens] = []
         self.fault: EdgepipeError | None = None
 
     def take(self, report: stage_pb2.StageReport) -> None:
         """Sort one report."""
         if report.HasField("opened"):
             self.opened.set()
+        elif report.HasField("home_opened"):
+            self.home_opened.set()
         elif report.HasField("step_done"):
             self.done.put_nowait(done_from_wire(report.step_done))
         elif report.HasField("timings"):
             timings = from_wire(report.timings, StageTimings)
             self.timings.extend(timings.timings)
             self.links.extend(timings.links)
+            self.home.extend(timings.home)
             self.has_timings.set()
         else:
             self.fail(error_from_wire(report.fault))
@@ -193,9 +201,9 @@ class LocalStages:
         self._hidden_size = hidden
         self._over_grpc = not addresses[0].startswith("memory:")
 
-    def spec(self, index: int, epoch: Epoch, **changes: Any) -> PipelineSpec:
-        """What stage ``index`` is told; ``changes`` replace fields."""
-        last = index == len(self.stages) - 1
+    def spec(self, index: int, epoch: Epoch, *, home: bool = False, **changes: Any) -> PipelineSpec:
+        """What stage ``index`` is told; ``changes`` replace fields. ``home``: the last stage knows the first one."""
+        last = index == len(self.stages) - 1 and not home
         fields: dict[str, Any] = {
             "pipeline_id": PipelineId("pipeline"),
             "epoch": epoch,
@@ -205,7 +213,7 @@ class LocalStages:
             "activation_type": ActivationType.BF16,
             "num_blocks": 256,
             "block_size": BLOCK_SIZE,
-            "next_address": "" if last else self.addresses[index + 1],
+            "next_address": "" if last else self.addresses[(index + 1) % len(self.stages)],
             "max_in_flight": 4,
             "step_deadline_ms": 20_000,
         }
@@ -254,10 +262,11 @@ async def local_stages(
     open_tokenizer: OpenTokenizer | None = None,
     grammar_trial: Trial | None = None,
     open_s: float = 30.0,
+    draft: Callable[[ModelBounds], DraftLaunch] | None = None,
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
 
-    ``network`` emulates one between the stages' nodes, over gRPC.
+    ``network`` emulates one between the stages' nodes, over gRPC; ``draft``: see ``Stage.load``.
     """
     async with AsyncExitStack() as stack:
         by_address: dict[str, Stage] = {}
@@ -282,6 +291,7 @@ async def local_stages(
                 open_weights=lambda: weights,
                 progress=lambda _: None,
                 settings=StageSettings(block_size=BLOCK_SIZE),
+                draft=draft,
             )
             by_address[f"memory:{index}"] = stage
             stages.append(stage)

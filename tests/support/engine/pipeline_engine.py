@@ -114,6 +114,7 @@ class SmallEngine:
 
     driver: Driver
     chunk: int = 1 << 30  # most prompt tokens of a sequence in a step
+    home: bool = False  # whether steps may follow steps in flight
     _steps: int = 0
     _next_block: int = 0
     _sequences: int = 0
@@ -131,7 +132,7 @@ class SmallEngine:
         for sequence in group:
             count = min(self.chunk, len(sequence.tokens) - sequence.done_tokens)
             start, end = sequence.done_tokens, sequence.done_tokens + count
-            sample = end == len(sequence.tokens)
+            sample = int(end == len(sequence.tokens))
             rows.append(PlanRow(sequence.number, start, count, sample, self._blocks(sequence, end)))
             ids += sequence.tokens[start:end]
             sequence.done_tokens = end
@@ -149,7 +150,33 @@ class SmallEngine:
             rows=tuple(rows),
             token_ids=tuple(ids),
             registers=tuple(registers),
+            home=self.home and bool(sampling),
         )
+
+    def plan_ahead(self, before: StepPlan, *group: Decoding) -> StepPlan:
+        """The step of these sequences that begins with the tokens of a step in flight."""
+        self._steps += 1
+        rows: list[PlanRow] = []
+        for sequence in group:
+            start, sequence.done_tokens = len(sequence.tokens), len(sequence.tokens) + 1
+            rows.append(PlanRow(sequence.number, start, 1, 1, self._blocks(sequence, start + 1)))
+        self.in_flight[self._steps] = list(group)
+        return StepPlan(
+            epoch=self.driver.epoch,
+            step=StepId(self._steps),
+            last_slice=self.driver.last_slice,
+            rows=tuple(rows),
+            after=before.step,
+            home=True,
+        )
+
+    async def generate_ahead(self, group: Sequence[Decoding], num_tokens: int) -> None:
+        """Keep two steps of a group in flight, of which the second begins with the tokens of the first."""
+        plan = self.send(*group)
+        for _ in range(num_tokens - 1):
+            self.driver.send(plan := self.plan_ahead(plan, *group))
+            await self.retire()
+        await self.retire()
 
     def send(self, *group: Decoding) -> StepPlan:
         """Plan a step and tell it to all stages."""
@@ -160,8 +187,8 @@ class SmallEngine:
     async def retire(self) -> StepDone:
         """Wait for the next StepDone and append its tokens."""
         done = await self.driver.next_done()
-        for sequence, token in zip(self.in_flight.pop(done.step), done.ids, strict=True):
-            sequence.tokens.append(token)
+        for sequence, tokens in zip(self.in_flight.pop(done.step), done.ids, strict=True):
+            sequence.tokens += tokens
         return done
 
     async def generate(self, groups: Sequence[Sequence[Decoding]], num_tokens: int) -> None:

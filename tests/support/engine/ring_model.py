@@ -124,7 +124,7 @@ def scheduled(step: int, rows: int, tokens: int) -> ScheduledStep:
         sequences=tuple(SequenceId(i) for i in range(rows)),
         positions=(0,) * rows,
         num_tokens=(tokens - rows + 1,) + (1,) * (rows - 1),
-        samples=(True,) * rows,
+        samples=(1,) * rows,
         token_ids=(1,) * tokens,
         block_rows=(),
         block_starts=(),

@@ -130,7 +130,7 @@ class Simulation:
             due = self._in_flight.popleft()
             values = self._ahead.pop(due.step).values
             assert len(values) == due.num_samples, f"{message} came back, {due} is due"
-            self._table.note(self._scheduler.retire(due.step, [value % VOCAB for value in values]))
+            self._table.note(self._scheduler.retire(due.step, [(value % VOCAB,) for value in values]))
 
     def _tell_gateway(self) -> None:
         if not self._gateway.take_news(self._table, may_break=self._faults_left > 0):

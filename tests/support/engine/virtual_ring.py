@@ -242,7 +242,7 @@ class VirtualRing:
         if following < len(self.stages):
             loop.call_later(self._upload_s, self.stages[following].arrive, step, work)
         else:
-            done = StepDone(epoch=EPOCH, step=step, ids=(0,) * work.logit_rows, timings=())
+            done = StepDone(epoch=EPOCH, step=step, ids=((0,),) * work.logit_rows, timings=())
             self.pump.on_report(self.stages[-1].site, done)
 
     def _report(self, site: StageSite, timings: StageTimings) -> None:

@@ -101,6 +101,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     answer: bytes = b"The capital of France is Paris."
     group: int = 1
+    pause_s: float = 0.0  # between two messages
     read_tokens: int = 0  # of each prompt, told before the answer
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
@@ -169,7 +170,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 elif kind == "resume":
                     self.resumes.append(message.resume)
                     if self.forgets:
-                        outbox.put_nowait(_ended(message.resume, 0, 0, "error", PeerClosed("the engine forgot it")))
+                        outbox.put_nowait(
+                            ended_event(message.resume, 0, 0, "error", PeerClosed("the engine forgot it"))
+                        )
                         continue
                     known = next(s for s in self.submits if s.request_id == message.resume.request_id)
                     tasks.create_task(self._answer(known, list(message.resume.have), outbox))
@@ -200,18 +203,19 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                         break
                     await self.release.wait()
                 ids = whole[position : position + self.group]
-                outbox.put_nowait(_tokens(submit, choice, position, ids))
+                outbox.put_nowait(tokens_event(submit, choice, position, ids))
                 position += len(ids)
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pause_s)
             if self.error is None and not finished:
-                outbox.put_nowait(_tokens(submit, choice, position, [END]))
+                outbox.put_nowait(tokens_event(submit, choice, position, [END]))
                 position += 1
-            outbox.put_nowait(_ended(submit, choice, position, "length" if finished else "stop", self.error))
+            outbox.put_nowait(ended_event(submit, choice, position, "length" if finished else "stop", self.error))
             self.num_running -= 1
             self.left.set()
 
 
-def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int]) -> engine_pb2.EngineEvent:
+def tokens_event(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int]) -> engine_pb2.EngineEvent:
+    """The event that brings tokens."""
     tokens = engine_pb2.Tokens(
         request_id=submit.request_id, attempt=submit.attempt, choice=choice, position=position, ids=ids
     )
@@ -240,13 +244,14 @@ def _prompt_read(submit: engine_pb2.Submit, num_tokens: int) -> engine_pb2.Engin
     return engine_pb2.EngineEvent(prompt_reads=[read])
 
 
-def _ended(
+def ended_event(
     submit: engine_pb2.Submit | engine_pb2.Resume,
     choice: int,
     num_tokens: int,
     reason: str,
     error: EdgepipeError | None,
 ) -> engine_pb2.EngineEvent:
+    """The event that ends a choice."""
     ended = engine_pb2.Ended(
         request_id=submit.request_id,
         attempt=submit.attempt,

@@ -30,7 +30,9 @@ class FamilyAssets(ByteAssets):
         self.chat = detect_format(template)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
-        answer = render(self._template, {**TOKENS, "messages": list(messages), **keywords})
+        answer = render(
+            self._template, {**TOKENS, "messages": list(messages), "add_generation_prompt": True, **keywords}
+        )
         if "text" in answer:
             return answer["text"]
         failed = TemplateFailed(fact=answer["detail"])

@@ -168,11 +168,18 @@ class Family:
         ]
         later = [] if is_last else results or [asked]
         rendered = self.prompt([asked, answer, *later], generate=not is_last)
+        text, inside = self.continued(prompt, rendered)
+        return Output(text=text, in_reasoning=inside, meant=_kept(turn, text))
+
+    def continued(self, prompt: str, rendered: str) -> tuple[str, bool]:
+        """Return the turn that follows a prompt in a later one, and whether it begins within reasoning.
+
+        Raises ValueError if the later prompt does not begin with the earlier one.
+        """
         for base in self._bases(prompt):
             if rendered.startswith(base):
                 text = _bare(rendered[len(base) :], channels=self.chat.has_channels)
-                inside = self._continues_reasoning(base, text)
-                return Output(text=text, in_reasoning=inside, meant=_kept(turn, text))
+                return text, self._continues_reasoning(base, text)
         raise ValueError("the answer does not follow the prompt")
 
     def _bases(self, prompt: str) -> Iterator[str]:

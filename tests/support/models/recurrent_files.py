@@ -161,22 +161,31 @@ def write_recurrent_folder(folder: Path, family: str) -> Path:
 
 
 def write_recurrent_gguf(
-    path: Path, family: str, *, packed: tuple[str, ...] = (), early: bool = False, joined: bool = False
+    path: Path,
+    family: str,
+    *,
+    packed: tuple[str, ...] = (),
+    early: bool = False,
+    joined: bool = False,
+    mtp: Mapping[str, Array] | None = None,
 ) -> Path:
     """The same model as llama.cpp's converter writes it.
 
     packed  ends of the names of matrices in Q8_0
     early   Qwen3-Next's queries, keys, values and gates are one tensor, as in the first files
     joined  gates and ups of all experts are one tensor
+    mtp     tensors of the layer that predicts one token more, by GGUF's names; None: some of Qwen's
     """
     values = tiny_values(family)
     kind = family.partition(" ")[0]
     writer = gguf.GGUFWriter(path, kind)
-    _write_metadata(writer, kind, values)
+    _write_metadata(writer, kind, values, mtp=mtp is not None or kind in ("qwen35", "qwen3next"))
     tensors = dict(_converted(kind, values, early=early))
     if joined:
         tensors = with_joined_experts(tensors)
-    if kind in ("qwen35", "qwen3next"):  # the layer that predicts a second token, with names of layers and its own
+    if mtp is not None:
+        tensors |= mtp
+    elif kind in ("qwen35", "qwen3next"):  # the layer that predicts a second token, with names of layers and its own
         tensors |= {"blk.4.attn_norm.weight": np.ones(32, np.float32)}
         tensors |= {"blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}
     for name, tensor in tensors.items():
@@ -279,9 +288,9 @@ def _with_tiled_heads(name: str, tensor: Array, values: Mapping[str, Any]) -> Ar
     return tensor if "norm" in name else tiled(tensor, heads)
 
 
-def _write_metadata(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any]) -> None:
+def _write_metadata(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any], *, mtp: bool) -> None:
     layers = values.get("num_hidden_layers", 4)
-    writer.add_block_count(layers + (kind in ("qwen35", "qwen3next")))
+    writer.add_block_count(layers + mtp)
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
     writer.add_head_count(values["num_attention_heads"])
@@ -289,7 +298,7 @@ def _write_metadata(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any
     writer.add_layer_norm_rms_eps(EPS)
     writer.add_eos_token_id(values["eos_token_id"])
     writer.add_bos_token_id(values["bos_token_id"])
-    if kind in ("qwen35", "qwen3next"):
+    if mtp:
         writer.add_nextn_predict_layers(1)
     kv_heads = values["num_key_value_heads"]
     if kind.startswith("qwen3"):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from edgepipe.backend.types import Activations
+from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import StepId
@@ -46,7 +46,7 @@ class MemorySender:
         """See ``Outgoing.connected``."""
         await self._connected.wait()
 
-    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
+    def send(self, step: StepId, activations: Activations | TokenIds, *, bulk: bool) -> None:
         """See ``Outgoing.send``."""
         self._departures.put(step, activations, self._clock.monotonic_s(), bulk=bulk)
         self._wake.set()

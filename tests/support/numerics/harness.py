@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe.backend.drafting import MOST_DRAFTS, Drafter
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
@@ -217,6 +218,23 @@ class Pipeline:
         for sequence in sequences:
             self.drop(sequence)
         return found
+
+    def greedy_windows(self, prompt: Sequence[int], num_tokens: int, drafter: Drafter) -> tuple[list[int], int]:
+        """The most likely tokens after a prompt, several a step where the drafts are right; and the number of steps."""
+        sequence = self.add(len(prompt) + num_tokens + MOST_DRAFTS)
+        found = [int(self.step([(sequence, prompt)])[0].argmax())]
+        new, steps = found, 0
+        while len(found) < num_tokens:
+            drafts = drafter.propose(new, MOST_DRAFTS).ids
+            logits = self.step([(sequence, (found[-1], *drafts))], all_logits=True)
+            steps += 1
+            new = [int(logits[0].argmax())]
+            while len(new) <= len(drafts) and new[-1] == drafts[len(new) - 1]:
+                new.append(int(logits[len(new)].argmax()))
+            sequence.length -= len(drafts) + 1 - len(new)
+            found += new
+        self.drop(sequence)
+        return found[:num_tokens], steps
 
     def forced(self, prompt: Sequence[int], continuation: Sequence[int], *, chunks: Sequence[int] = ()) -> Logits:
         """[len(continuation), V]: what each of the tokens was chosen from.

@@ -23,26 +23,64 @@ Array = npt.NDArray[np.float64]
 
 
 def float_weights(source: WeightSource) -> dict[str, npt.NDArray[np.float32]]:
-    """Read all weights of a model that has no packed ones, by edgepipe's names."""
+    """Read all weights of a model, by edgepipe's names; packed ones as the floats that they stand for."""
     whole = Slice(index=0, layers=LayerRange(0, source.config.num_layers), embedding=True, head=True)
     found: dict[str, npt.NDArray[np.float32]] = {}
     for info in source.weights(whole):
         raw = source.load(info.name)
-        assert not isinstance(raw, Packed)
-        found[info.name] = as_float32(raw).reshape(info.shape)
+        found[info.name] = raw.float32() if isinstance(raw, Packed) else as_float32(raw).reshape(info.shape)
     return found
 
 
 def reference_logits(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.float32]], tokens: list[int]) -> Array:
     """Return the logits [T, V] of every token; ``weights`` by edgepipe's names."""
     wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
+    return _head(config, wide, _finals(config, wide, tokens))
+
+
+def reference_drafts(
+    config: ModelConfig, weights: Mapping[str, npt.NDArray[np.float32]], tokens: list[int], depth: int
+) -> Array:
+    """Return the logits [depth, V] of greedy guesses behind tokens, by the last layer, which predicts one token more.
+
+    At each position the layer takes the model's output behind its final norm, and the token behind the position. Where
+    the model has no output yet, it takes its own output behind its last norm.
+    """
+    wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
+    outputs, behind = list(_finals(config, wide, tokens[:-1])), tokens[1:]
+    own = _own(wide, config.num_layers - 1)
+    layer = _Layer(config, config.layers[-1], own)
+    found: list[Array] = []
+    for _ in range(depth):
+        embedded = wide["model.embed_tokens.weight"][behind] * config.embedding_scale
+        normed = (
+            _norm(embedded, own["enorm.weight"], config.norm),
+            _norm(np.stack(outputs), own["hnorm.weight"], config.norm),
+        )
+        hidden = layer.run(np.concatenate(normed, axis=-1) @ own["eh_proj.weight"].T)
+        last = _norm(hidden[-1], own["shared_head.norm.weight"], config.norm)
+        found.append(_head(config, wide, last))
+        outputs, behind = [*outputs, last], [*behind, int(found[-1].argmax())]
+    return np.stack(found)
+
+
+def _finals(config: ModelConfig, wide: Mapping[str, Array], tokens: list[int]) -> Array:
+    """Return the model's output [T, H] behind its final norm."""
     hidden = wide["model.embed_tokens.weight"][tokens] * config.embedding_scale
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        own = {name.removeprefix(prefix): weight for name, weight in wide.items() if name.startswith(prefix)}
-        hidden = _Layer(config, config.layers[index], own).run(hidden)
+    for index, spec in enumerate(config.layers):
+        if not spec.mtp:
+            hidden = _Layer(config, spec, _own(wide, index)).run(hidden)
+    return _norm(hidden, wide["model.norm.weight"], config.norm)
+
+
+def _own(wide: Mapping[str, Array], layer: int) -> dict[str, Array]:
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): weight for name, weight in wide.items() if name.startswith(prefix)}
+
+
+def _head(config: ModelConfig, wide: Mapping[str, Array], finals: Array) -> Array:
     table = wide["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"]
-    logits = _norm(hidden, wide["model.norm.weight"], config.norm) @ table.T * config.logit_scale
+    logits = finals @ table.T * config.logit_scale
     return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 

@@ -10,7 +10,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.spec.facts import LayerRange, Slice
-from edgepipe.wire.engines import EngineState, StageState
+from edgepipe.wire.engines import DraftState, EngineState, StageState
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState, Transfer
 
 
@@ -53,6 +53,7 @@ def make_status() -> ClusterStatus:
         admitted_tokens=1000,
         cached_tokens=250,
         preemptions=2,
+        drafts=DraftState(source="auto", windows=400, drafted=1500, accepted=1080, factor=1.83),
         recoveries=3,
         stall_ms=1500,
         moves=2,

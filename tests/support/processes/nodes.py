@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import psutil
 
-from edgepipe.cli.admin import Admin, connect
+from edgepipe.cli.admin import connect
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.interfaces import LOOPBACK
+from edgepipe.link.admin_client import Admin
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import ClusterStatus

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -101,8 +101,9 @@ class World:
         try:
             for machine in self.machines.values():
                 machine.boot()
+            self._notice()
             for _ in MODELS:
-                self.later(self.draw.random(), self._serve)
+                self.later(self.draw.choice((1.0, 12.0)) * self.draw.random(), self._serve)
             self.later(self.draw.uniform(0.0, 10.0), self._fault)
             if self.draw.random() < 0.3:
                 self.later(self.draw.uniform(2.0, 10.0), self._evil)
@@ -168,13 +169,32 @@ class World:
             return
         model = self.draw.choice(MODELS)
         reachable = sorted(asker.reachable())
-        ring = self.draw.sample(reachable, self.draw.randint(1, min(3, len(reachable))))
-        self._serves += 1
-        pipeline_id = PipelineId(f"{model}{self._serves}")
-        stages = tuple(StagePlacement(node_id=NodeId(name), slices=()) for name in ring)
-        spec = ServeSpec(model=model, manifest_hash="h", stages=stages)
         if any(body.spec.model == model and not body.stopped for body in asker.book.bodies()):
             return
+        num_replicas = self.draw.choice((0, 2)) if len(reachable) > 1 else 0
+        if not num_replicas:
+            ring = self.draw.sample(reachable, self.draw.randint(1, min(3, len(reachable))))
+            self._serve_on(asker, ServeSpec(model=model, manifest_hash="h"), ring)
+            return
+        self.count("replicas")
+        order = self.draw.sample(reachable, len(reachable))
+        cut = self.draw.randint(1, len(order) - 1)
+        pipelines = tuple(PipelineId(f"{model}{self._serves + replica}") for replica in (1, 2))
+        for replica, ring in enumerate((order[:cut], order[cut:]), start=1):
+            spec = ServeSpec(
+                model=model,
+                manifest_hash="h",
+                num_replicas=num_replicas,
+                replica=replica,
+                replica_pipelines=pipelines,
+            )
+            self._serve_on(asker, spec, ring)
+
+    def _serve_on(self, asker: Machine, spec: ServeSpec, ring: Sequence[str]) -> None:
+        self._serves += 1
+        pipeline_id = PipelineId(f"{spec.model}{self._serves}")
+        stages = tuple(StagePlacement(node_id=NodeId(name), slices=()) for name in ring)
+        spec = replace(spec, stages=stages)
         try:
             asker.book.ask(pipeline_id, spec, engine_node=ring[0])
         except AccessDenied:
@@ -308,3 +328,11 @@ class World:
             self.count("served")
         for machine in self.machines.values():
             machine.check_answered()
+            for model in MODELS:
+                self._check_replicas(model, machine)
+
+    def _check_replicas(self, model: str, machine: Machine) -> None:
+        """Only pipelines of one request to serve run."""
+        wanted = [body for body in machine.book.bodies() if body.spec.model == model and not body.stopped]
+        sets = {body.spec.replica_pipelines or (body.pipeline_id,) for body in wanted}
+        assert len(sets) <= 1, f"{machine.name} believes in {sets}"

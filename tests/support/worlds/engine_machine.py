@@ -338,7 +338,12 @@ class Machine:
         ring = tuple(stage.node_id for stage in spec.stages)
         self._live(
             life.StartWanted(
-                run=self._runs_made, pipeline_id=pipeline_id, model=spec.model, ring=ring, resuming=resuming
+                run=self._runs_made,
+                pipeline_id=pipeline_id,
+                model=spec.model,
+                replica=max(1, spec.replica),
+                ring=ring,
+                resuming=resuming,
             )
         )
         if not run.open:  # it pauses first, or is gone

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+from edgepipe.backend.drafting import Drafts, DraftSource
 from edgepipe.backend.step_layout import check_states
-from edgepipe.backend.types import BlockRun, StepRow, WindowRuns
+from edgepipe.backend.types import BlockRun, StepRow, TierMove, WindowRuns
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import (
     EndReason,
@@ -23,6 +25,7 @@ from edgepipe.scheduler import (
     ThrottledPolicy,
     TokenSampled,
 )
+from edgepipe.scheduler.drafting import Drafting
 from edgepipe.spec.memory_classes import StateSlots, WindowPool
 from edgepipe.stage.step_order import StepUses
 
@@ -65,6 +68,30 @@ class Memory:
     states: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     # by windowed class: block * block_size + offset -> position and token
     windows: defaultdict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
+    # By memory class and place in host memory: what a block or a slot held.
+    host: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    moves_behind: list[TierMove] = field(default_factory=list[TierMove])  # of steps that ended before this slice
+
+    def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
+        """Perform moves to host memory and back, in order."""
+        for move in moves:
+            assert 0 <= move.kept < limits.host_places[move.number]
+            size, values = limits.block_size, self.slots
+            if move.number > len(limits.windows):
+                size, values = 1, self.states
+            elif move.number:
+                values = self.windows[move.number - 1]
+            places = range(move.place * size, (move.place + 1) * size)
+            if move.out:
+                self.host[move.number][move.kept] = [values.get(place, _UNKNOWN) for place in places]
+            else:  # a stage that lost its host memory brings anything back
+                lost = [_UNKNOWN] * size
+                values.update(zip(places, self.host[move.number].get(move.kept, lost), strict=True))
+
+    def spoil(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
+        """Make unknown what moves write."""
+        for move in moves:
+            self.host[move.number].pop(move.kept, None) if move.out else self.move([move], limits=limits)
 
 
 @dataclass
@@ -73,9 +100,13 @@ class World:
 
     limits: SchedulerLimits
     policy: Policy = field(default_factory=ThrottledPolicy)
+    acceptance: float | None = None  # probability that a draft is right; None: nothing is drafted
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.limits, self.policy)
+        self.random = random.Random(0)
+        self.windows_seen: Counter[tuple[int, int]] = Counter()  # rows by their drafts, and by how many were right
+        self._plans_ahead = False
+        self.scheduler = self._new_scheduler()
         self.specs: dict[SequenceId, SequenceSpec] = {}
         self.output: dict[SequenceId, list[int]] = {}
         self.ended: dict[SequenceId, SequenceEnded] = {}
@@ -88,6 +119,19 @@ class World:
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
 
+    def plan_ahead(self) -> None:
+        """Let this epoch's scheduler and all later ones plan ahead."""
+        self._plans_ahead = True
+        self.scheduler.plan_ahead()
+
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = Scheduler(self.limits, self.policy)
+        if self.acceptance is not None:  # rows cost nothing, so all drafts are tried
+            scheduler.set_drafting(Drafting(lambda rows: 1.0, lambda: 0.0))
+        if self._plans_ahead:
+            scheduler.plan_ahead()
+        return scheduler
+
     def submit(self, *specs: SequenceSpec) -> None:
         events = self.scheduler.submit(specs)
         for spec in specs:
@@ -99,9 +143,11 @@ class World:
     def next_epoch(self, *, lost: Collection[int] = ()) -> None:
         """All steps in flight are lost; what has retired is still there, but on the slices ``lost``."""
         pool = self.scheduler.hand_over()
-        self.scheduler = Scheduler(self.limits, self.policy)
+        self.scheduler = self._new_scheduler()
         for step in self.in_flight:  # some stages may have computed them
             self._damage(step)
+        for memory in self.slices:
+            memory.moves_behind.clear()
         for index in lost:
             self.slices[index] = Memory()
         if lost and max(lost) == NUM_SLICES - 1:
@@ -115,6 +161,7 @@ class World:
         self.computed.clear()
         self._reads.clear()
         self._snapshot.clear()
+        self._sampled.clear()
         self._window_snapshot.clear()
         self.windows = [{} for _ in self.limits.windows]
         self._due.clear()
@@ -144,7 +191,28 @@ class World:
         """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""
         step = self.in_flight[place]
         del self.in_flight[place]
-        self.note(self.scheduler.retire(step.step, self._compute(step)))
+        if step.after is not None:
+            step = step._replace(token_ids=tuple([self._sampled[step.after][each] for each in step.sequences]))
+        ids = self._compute(step)
+        sampling = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
+        self._sampled[step.step] = {each: row[-1] for each, row in zip(sampling, ids, strict=True)}
+        self.note(self.scheduler.retire(step.step, ids, self._draft(step, ids)))
+
+    def _draft(self, step: ScheduledStep, ids: list[list[int]]) -> list[Drafts]:
+        """Drafts of each sampling row: the oracle's tokens, up to the first wrong one."""
+        if self.acceptance is None or not step.drafts:
+            return []
+        found: list[Drafts] = []
+        rows = iter(ids)
+        for sequence, wanted, samples in zip(step.sequences, step.drafts, step.samples, strict=True):
+            if not samples:
+                continue
+            tokens, own = [*self.specs[sequence].prompt, *self.output[sequence], *next(rows)], list[int]()
+            for _ in range(self.random.randint(0, wanted)):
+                right = self.random.random() < self.acceptance
+                own.append(next_token([*tokens, *own]) if right else self.random.randrange(VOCAB))
+            found.append(Drafts(tuple(own), (DraftSource.MODEL,) * len(own)))
+        return found
 
     def passing(self) -> int | None:
         """Return the place of the first step in flight that stages compute before older ones; None without one."""
@@ -175,7 +243,7 @@ class World:
             )
             for sequence, position, num_tokens, state in columns
         ]
-        return StepUses(rows, step.copies, block_size=self.limits.block_size, windows=self.limits.windows)
+        return StepUses(rows, step.copies, step.moves, block_size=self.limits.block_size, windows=self.limits.windows)
 
     def go(self, steps: int) -> None:
         """Retire so many steps; each time send all that the scheduler has."""
@@ -247,20 +315,32 @@ class World:
         in_flight = set().union(*self._reads.values()) | {
             copy.source for sent in self.in_flight for copy in sent.copies
         }
+        sources = {copy.source for copy in step.copies}
         written = {copy.target for copy in step.copies}
+        assert not written & sources, "a copy reads what its step writes"
+        written |= {move.place for move in step.moves if not move.out and not move.number}
         assert not written & in_flight, "a copy goes over a block in use"
         for sequence, position in zip(step.sequences, step.positions, strict=True):
             others = {block for other, table in self.tables.items() if other != sequence for block in table}
             begun = {block for sent in self.in_flight if sequence in sent.sequences for block in self.tables[sequence]}
             mine = set(self.tables[sequence][position // size :])
-            written |= mine
             assert not mine & others, "a block is written that somebody else holds"
             assert not (mine - begun) & in_flight, "a block is written that a step in flight uses"
-        assert not written & {copy.source for copy in step.copies}, "a copy reads what its step writes"
+            assert not mine & sources, "a copy reads what its step writes"
         assert len(set(step.sequences)) == step.num_rows
         sampling = {
-            s for sent in self.in_flight for s, samples in zip(sent.sequences, sent.samples, strict=True) if samples
+            s
+            for sent in self.in_flight
+            if sent.step != step.after
+            for s, samples in zip(sent.sequences, sent.samples, strict=True)
+            if samples
         }
+        if step.after is not None:
+            (before,) = [sent for sent in self.in_flight if sent.step == step.after]
+            ends = zip(before.sequences, before.positions, before.num_tokens, before.samples, strict=True)
+            after = {sequence: position + count for sequence, position, count, samples in ends if samples}
+            assert [after[sequence] for sequence in step.sequences] == [*step.positions]
+            assert not [sent for sent in self.in_flight if sent.after == step.after], "two steps follow one"
         assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
         self._check_windows(step)
         self._check_states(step)
@@ -309,6 +389,8 @@ class World:
         slots = {block * size + offset for block in blocks for offset in range(size)}
         for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
             slots |= {tables[sequence][p // size] * size + p % size for p in range(position, position + count)}
+        for memory in self.slices:
+            memory.spoil(step.moves, limits=self.limits)
         for memory in self._memories(step):
             for number, tables in enumerate(self._window_snapshot[step.step]):
                 for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
@@ -325,7 +407,7 @@ class World:
         """Write the states that the step keeps. Each row must find the state of exactly the tokens before it."""
         kept: dict[int, tuple[int, int]] = {}
         for sequence, position, state in zip(step.sequences, step.positions, step.states, strict=False):
-            known = [*self.specs[sequence].prompt, *self.output[sequence]]
+            known = self._tokens(step, sequence)
             before = (0, 7) if state.read is None else states[state.read]
             assert before == (position, reduce(fold, known[:position], 7)), "a row reads another state"
             for write in state.writes:
@@ -344,12 +426,12 @@ class World:
         for number, snapshot in enumerate(snapshots):
             pool, slots, size = self.limits.windows[number], windows[number], self.limits.block_size
             for row, sequence, position, num_tokens in held:
-                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                known, table = self._tokens(step, sequence), snapshot[sequence]
                 assert step.positions[row] == position
                 for p in range(position, position + num_tokens):
                     slots[table[p // size] * size + p % size] = (p, known[p])
             for _, sequence, position, num_tokens in held:
-                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                known, table = self._tokens(step, sequence), snapshot[sequence]
                 for p in range(max(0, position - pool.window + 1), position + num_tokens):
                     held_there = slots.get(table[p // size] * size + p % size)
                     assert held_there == (p, known[p]), "a window lacks what a token sees"
@@ -365,12 +447,26 @@ class World:
         assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
         self._due = turns
 
-    def _compute(self, step: ScheduledStep) -> list[int]:
+    def _tokens(self, step: ScheduledStep, sequence: SequenceId) -> list[int]:
+        """The sequence's tokens up to the end of its row, which may assume some that are not known yet."""
+        row = step.sequences.index(sequence)
+        start = sum(step.num_tokens[:row])
+        own, position = step.token_ids[start : start + step.num_tokens[row]], step.positions[row]
+        known = [*self.specs[sequence].prompt, *self.output[sequence]]
+        assert len(known) >= position
+        assert [*own][: len(known) - position] == known[position : position + len(own)], "a row has other tokens"
+        return [*known[:position], *own]
+
+    def _compute(self, step: ScheduledStep) -> list[list[int]]:
         assert step.last_slice is None or not step.copies, "copies are made by all slices"
         tables, windows = self._snapshot.pop(step.step), self._window_snapshot.pop(step.step)
         del self._reads[step.step]
-        found: list[int] = []
+        found: list[list[int]] = []
+        for memory in self.slices:
+            memory.moves_behind += step.moves
         for index, memory in enumerate(self._memories(step)):
+            memory.move(memory.moves_behind, limits=self.limits)
+            memory.moves_behind.clear()
             self._write_windows(step, windows, memory.windows)
             self._write_states(step, memory.states)
             found = self._compute_slice(step, tables, memory.slots)
@@ -379,8 +475,8 @@ class World:
 
     def _compute_slice(
         self, step: ScheduledStep, tables: dict[SequenceId, list[int]], slots: dict[int, tuple[int, int]]
-    ) -> list[int]:
-        ids: list[int] = []
+    ) -> list[list[int]]:
+        ids: list[list[int]] = []
         tokens, size = iter(step.token_ids), self.limits.block_size
         for copy in step.copies:
             for offset in range(size):
@@ -390,17 +486,30 @@ class World:
             table = tables[sequence]
             assert position + num_tokens <= len(table) * size
             slot = [table[p // size] * size + p % size for p in range(position + num_tokens)]
-            for p in range(position, position + num_tokens):
-                token = next(tokens)
+            own = [next(tokens) for _ in range(num_tokens)]
+            for p, token in enumerate(own, position):
                 slots[slot[p]] = (token, fold(slots[slot[p - 1]][1] if p else 7, token))
-            ids += [self._read(sequence, slot, slots)] if samples else []
+            if samples:
+                known = self._tokens(step, sequence)[: position + num_tokens - samples + 1]
+                ids.append(self._sample(known, slot, own[num_tokens - samples :], slots))
         assert next(tokens, None) is None
         return ids
 
-    def _read(self, sequence: SequenceId, slot: list[int], slots: dict[int, tuple[int, int]]) -> int:
+    def _sample(
+        self, known: list[int], slot: list[int], own: list[int], slots: dict[int, tuple[int, int]]
+    ) -> list[int]:
+        """The tokens after those of a row that it samples from, as long as they are the row's next ones."""
+        found: list[int] = []
+        for end, following in zip(range(len(slot) - len(own) + 1, len(slot) + 1), [*own[1:], None], strict=True):
+            found.append(self._read([*known, *found], slot[:end], slots))
+            if found[-1] != following:
+                break
+        self.windows_seen[len(own) - 1, len(found) - 1] += 1
+        return found
+
+    def _read(self, known: list[int], slot: list[int], slots: dict[int, tuple[int, int]]) -> int:
         """The next token from the KV, every slot of which must hold what belongs there."""
-        spec, value = self.specs[sequence], 7
-        known = [*spec.prompt, *self.output[sequence]]
+        value = 7
         for place, token in zip(slot, known[: len(slot)], strict=True):
             value = fold(value, token)
             assert slots[place] == (token, value), "a slot holds another sequence's token"
@@ -408,6 +517,7 @@ class World:
 
     _reads: dict[int, set[int]] = field(default_factory=dict)
     _due: dict[SequenceId, int] = field(default_factory=dict)
+    _sampled: dict[int, dict[SequenceId, int]] = field(default_factory=dict)  # newest token of each row, by step
     _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
     _window_snapshot: dict[int, list[dict[SequenceId, dict[int, int]]]] = field(default_factory=dict)
 

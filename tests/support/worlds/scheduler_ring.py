@@ -42,7 +42,7 @@ class Ring:
             if not self._in_flight:
                 return
             oldest = self._in_flight.popleft()
-            for event in self.scheduler.retire(oldest.step, [5] * oldest.num_samples):
+            for event in self.scheduler.retire(oldest.step, [[5]] * oldest.num_samples):
                 if isinstance(event, SequenceEnded):
                     self.ended.add(event.sequence)
                 else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.cli.bench.client import clock_offsets_s
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.wire.engines import DeviceSpan
+from edgepipe.wire.step_clocks import clock_offsets_s
 from tests.support.processes.command_line import Run
 
 RING = {"emulate": "2x rtx4090, m4max", "as-model": "qwen2.5-7b", "requests": "8"}
@@ -87,3 +87,14 @@ def test_without_steps_there_are_no_clocks() -> None:
     with pytest.raises(ConfigInvalid):
         emulated_run({**RING, "requests": "none"})
     assert clock_offsets_s([]) == []
+
+
+def test_an_imagined_draft_model_is_a_setting_of_the_emulated_machines() -> None:
+    made = emulated_run({**RING, "draft": "0.7,3ms"})
+    assert (made.cluster.settings["draft_acceptance"], made.cluster.settings["draft_time"]) == ("0.7", "3ms")
+    assert made.serve.options.draft == ""
+    assert emulated_run(RING).serve.options.draft == "off"
+    assert emulated_run({**RING, "draft": "lookup"}).serve.options.draft == "lookup"
+    for text in ("0.7", "1.7,3ms", "mtp"):
+        with pytest.raises(ConfigInvalid):
+            emulated_run({**RING, "draft": text})

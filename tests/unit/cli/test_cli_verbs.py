@@ -15,7 +15,7 @@ import httpx
 import pytest
 import typer
 
-import edgepipe.cli.node
+import edgepipe.cli.node_process
 from edgepipe.cli import find
 from edgepipe.cli.chat import verb as chat
 from edgepipe.cli.demo import choose_backends, even_layers
@@ -324,7 +324,7 @@ def test_a_question_answered_with_no_is_no_mistake(
 def test_nothing_is_removed_below_a_node_that_does_not_stop(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)  # no flag leads to it
+    monkeypatch.setattr(edgepipe.cli.node_process, "_STOP_S", 0.0)  # no flag leads to it
     make_node(tmp_path / "data")
     (tmp_path / "data" / "daemon.lock").touch()
     with answering(tmp_path / "data", FakeNode()):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from edgepipe.backend.types import PackedProducts
+from edgepipe.backend.types import PackedProducts, SlowPath
 from edgepipe.cli.chat.conversation import Answer
 from edgepipe.cli.doctor.findings import Level
 from edgepipe.cli.doctor.node_findings import engine_findings, node_findings
@@ -53,6 +53,7 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
         "Micro-batches: 2, since stage 1 takes 62.0 ms a step and never waits",
         "Each token takes 90.1 ms, 4.0 ms of it on the network.",
         "Slowest: stage 1 (studio) · 32 tok/s expected",
+        "Drafts: 72% of 1,500 right · chats with drafts are 1.83 times as fast",
         "Prefix cache: 25% of 1,000 tokens",
         "Preempted twice",
         "Recovered 3 times; answers paused for 1.5 s in total",
@@ -183,6 +184,24 @@ def test_what_multiplies_with_packed_weights_is_told_with_the_reason_and_the_rem
     engine = make_engine("m", stages=(replace(first, products=(slow,)),))
     (finding,) = engine_findings(NodeState(node_id=NodeId("n1"), engines=(engine,)))
     assert (finding.level, finding.remedy) == (Level.NOTE, "")
+
+
+def test_what_is_slow_is_told_with_its_cost_and_the_remedy() -> None:
+    slow = SlowPath(what="steps run without graphs", cost="64 instead of 687 tok/s", reason="a card of 2018")
+    first, second = make_status().engines[0].stages
+    stages = (replace(first, slow_paths=(slow,)), replace(second, slow_paths=(slow, replace(slow, remedy="buy one"))))
+    status = with_engine(make_status(), stages=stages)
+    lines = picture(status)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    told = "steps run without graphs\n    a card of 2018\n    64 instead of 687 tok/s"
+    assert f"Slow on gamer, studio: {told}" in text
+    assert f"Slow on studio: {told}\n    buy one" in text
+    *_, before, last = engine_findings(NodeState(node_id=NodeId("n1"), engines=status.engines))
+    assert {before.level, last.level} == {Level.WARNING}
+    assert last.what.endswith("on studio: steps run without graphs")
+    assert last.fact == "a card of 2018; 64 instead of 687 tok/s"
+    assert (before.remedy, last.remedy) == ("", "on studio: buy one")
 
 
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:

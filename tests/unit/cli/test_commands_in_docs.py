@@ -19,6 +19,7 @@ PAGES = (
     "CHANGELOG.md",
     "docs/usage.md",
     "docs/which-file.md",
+    "docs/overnight.md",
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/security.md",
@@ -26,7 +27,7 @@ PAGES = (
     *sorted(map(str, ROOT.glob("examples/*/README.md"))),
 )
 PLACEHOLDERS = ("VERB", "status|logs|uninstall")
-OF_OTHER_PROGRAMS = ("--config.file",)  # Prometheus's
+OF_OTHER_PROGRAMS = ("--config.file", "--extra", "--uninstall")  # of Prometheus and of scripts/install.sh
 
 
 @cache

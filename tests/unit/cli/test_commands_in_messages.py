@@ -10,10 +10,11 @@ from functools import cache
 from tests.unit.cli.test_commands_in_docs import ROOT, flags_of, root, unknown
 
 PLACES = ("edgepipe", "backends")
-OF_OTHER_PROGRAMS = frozenset(  # firewall-cmd, systemctl, loginctl, launchctl, journalctl, pip, nvcc
+OF_OTHER_PROGRAMS = frozenset(  # firewall-cmd, systemctl, loginctl, launchctl, journalctl, pip, uv, git, nvcc
     "--permanent --add-port --add-service --reload --shutdown --upgrade --user --property --unit --no-pager --now"
     " --no-deps --no-input --only-binary --disable-pip-version-check --retries --timeout --dest --progress-bar"
-    " --gpu-architecture --std".split()
+    " --python --index --index-url --no-index --find-links --upgrade-package --reinstall-package --torch-backend"
+    " --ff-only --gpu-architecture --std --profile".split()  # codex
 )
 PROSE = ("answers", "runs", "uses", "was")  # behind "edgepipe node", which is a noun there
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b")

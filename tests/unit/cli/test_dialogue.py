@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.cli.chat import slash
 from edgepipe.cli.chat.conversation import Answer
 from edgepipe.cli.chat.dialogue import Dialogue
-from edgepipe.cli.chat.slash import COMMANDS, Talk, complete
+from edgepipe.cli.chat.slash import COMMANDS, Talk, complete, run_command
 from edgepipe.cli.find import Target
 from edgepipe.errors import RequestInvalid
+from edgepipe.wire.engines import DraftState
+from edgepipe.wire.nodes import ClusterStatus
+from tests.support.processes.command_line import make_status, with_engine
 
 
 def answer(text: str, *, reasoning: str = "", first_word_s: float = 1.0, tokens_per_s: float = 0.0) -> Answer:
@@ -183,6 +187,24 @@ def test_figures_of_the_session() -> None:
     assert last == "last     7 tok · first word 3.0 s · 2 nodes"
     assert prompt == "         5 prompt tokens"
     assert session == "session  3 answers · 21 tok · 15.0 tok/s (mean) · first word 1.0 s (median)"
+
+
+@pytest.mark.parametrize(("source", "by"), [("mtp", "the model's own layer"), ("model", "the draft model")])
+async def test_stats_say_what_drafts_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, by: str
+) -> None:
+    drafts = DraftState(source=source, windows=90, drafted=200, accepted=150, factor=1.5)
+    served = with_engine(make_status(), drafts=drafts)
+    talk = Talk(data_dir=tmp_path, target=Target(base_url="", model=served.engines[0].model), dialogue=dialogue())
+
+    async def status(_: Talk) -> ClusterStatus:
+        return served
+
+    monkeypatch.setattr(slash, "_status", status)
+    await run_command(talk, "/stats")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "1 answer · 7 tok" in shown
+    assert f"Drafts by {by}: 75% of 200 right · chats with drafts are 1.50 times as fast" in shown
 
 
 def test_completion_knows_commands_and_their_first_word(tmp_path: Path) -> None:

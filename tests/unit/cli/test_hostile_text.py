@@ -81,8 +81,8 @@ class _Node:
         status.members[0].self = True
         return status
 
-    def MeasureLinks(self, request: Any, context: Any) -> pb.ProfileLinksReply:
-        reply = pb.ProfileLinksReply()
+    def MeasureLinks(self, request: Any, context: Any) -> pb.MeasuredLinks:
+        reply = pb.MeasuredLinks()
         fill(reply, HOSTILE)
         return reply
 
@@ -101,6 +101,11 @@ class _Node:
         context.set_trailing_metadata(detail)
         context.abort(grpc.StatusCode.INTERNAL, "broken")
         raise AssertionError
+
+    def WatchTasks(self, request: Any, context: Any) -> Iterator[pb.TaskList]:
+        reply = pb.TaskList()
+        fill(reply, HOSTILE)
+        yield reply
 
     def ListPeers(self, request: Any, context: Any) -> trust_pb2.ListPeersReply:
         reply = trust_pb2.ListPeersReply()

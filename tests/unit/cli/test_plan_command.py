@@ -27,7 +27,7 @@ def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run) -> Non
     shown = run(*IMAGINED, "--objective", "throughput", "--what-if", "link 100mbit,5ms")
     assert shown.code == 0
     assert max(map(len, shown.out.splitlines())) <= 80
-    for part in ("MACHINE", "bottleneck", "one token", "tok/s", "estimated from data sheets", "with the changes"):
+    for part in ("MACHINE", "bottleneck", "one token", "tok/s", "estimated from their rates", "with the changes"):
         assert part in shown.out
     assert "\x1b" not in shown.out, "colours in a pipe"
 
@@ -38,6 +38,37 @@ def test_json_is_one_document_and_says_the_same(run: Run) -> None:
     assert by_hand["plan"] == printed["plan"]
     assert by_hand["one_chat_tokens_per_s"] == printed["one_chat_tokens_per_s"]
     assert by_hand["left_out"] == []
+
+
+def test_the_model_s_own_layer_for_drafts_is_counted(run: Run) -> None:
+    imagined = ("plan", "qwen3.6-27b:q4_k_m", "--emulate", "2x rtx4090", "--nodes", "2", "--json")
+    plain, drafting = (json.loads(run(*imagined, "--draft", kind).out) for kind in ("off", "mtp"))
+    assert plain == json.loads(run(*imagined).out), "nothing changes for those who do not ask for it"
+    assert plain["stages"][-1]["layers"].endswith("-63")
+    assert drafting["stages"][-1]["layers"].endswith("-64")
+    first, second = (sum(stage["weight_bytes"] for stage in each["stages"]) for each in (plain, drafting))
+    assert 0.7e9 < second - first < 1.6e9, "a layer and the embedding"
+    assert drafting["kv_tokens"] < plain["kv_tokens"]
+    again = json.loads(run(*imagined[:4], "--json", "--draft", "mtp", "--plan", plain["plan"]).out)
+    assert again["stages"][-1]["layers"].endswith("-64")
+
+
+def test_a_draft_model_is_counted_beside_the_head(run: Run) -> None:
+    imagined = ("plan", "llama-3.3-70b:q4_k_m", "--emulate", "3x rtx4090", "--nodes", "3", "--json")
+    plain, drafting = (json.loads(run(*imagined, "--draft", draft).out) for draft in ("off", "llama-3.2-3b:q4_k_m"))
+    first, second = (sum(stage["weight_bytes"] for stage in each["stages"]) for each in (plain, drafting))
+    assert 3.7e9 < second - first < 4.9e9, "its weights and its KV"
+    assert drafting["kv_tokens"] < plain["kv_tokens"]
+    refused = run(*imagined, "--draft", "qwen3.6-27b")
+    assert refused.code == 2
+    assert "qwen3.6-27b cannot be a draft model" in refused.err
+
+
+def test_a_model_without_such_a_layer_is_refused(run: Run) -> None:
+    refused = run("plan", "llama-3.1-8b", "--emulate", "rtx4090", "--draft", "mtp")
+    assert refused.code == 2
+    assert "cannot draft with a layer of its own" in refused.err
+    assert run("plan", "llama-3.1-8b", "--emulate", "rtx4090", "--draft", "eagle").code == 2
 
 
 def test_too_little_room_for_one_chat_is_said_with_what_helps(run: Run) -> None:

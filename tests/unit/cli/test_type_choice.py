@@ -175,9 +175,9 @@ def test_a_script_gets_the_list_as_json(run: Run, hub: FakeHub) -> None:
 def test_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, run: Run, hub: FakeHub, back: bool) -> None:
     pulled: list[str] = []
 
-    def pull(root: Path, model: str, *, dry_run: bool) -> SimpleNamespace:
+    def pull(root: Path, model: str, **_: object) -> SimpleNamespace:
         pulled.append(model)
-        return SimpleNamespace(model_id=model, already_here=False, path=root)
+        return SimpleNamespace(model_id=model, already_here=False, path=root, dry_run=False, total_bytes=10, files=[])
 
     monkeypatch.setattr(models, "pull_model", pull)
     monkeypatch.setattr(models, "_template_note", lambda path: "")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]

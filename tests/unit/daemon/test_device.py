@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, StageSettings
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, SlowPath, StageSettings
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
@@ -49,6 +49,7 @@ GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
 LAYER = LayerProfile(base_s=0.0, decode=(Point(1, 0.001),), prefill=(), head=(), kv_token_s=0.0, decode_context=64)
 PRODUCTS = (PackedProducts(by="kernels"), PackedProducts(by="torch", reason="it is missing", remedy="install it"))
+SLOW = (SlowPath(what="steps", cost="half", reason="an old card", remedy="buy one"),)
 MEASURE = ProfileLayerRequest(model_config="{}", fresh=True)
 UNLESS_KNOWN = ProfileLayerRequest(model_config="{}")
 UNLESS_BUSY = ProfileLayerRequest(model_config="{}", again_if_busy=True)
@@ -80,7 +81,8 @@ class Process:
 
     def send(self, command: Command) -> None:
         if isinstance(command, LoadShard) and self.loads:
-            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS, settings=command.settings))
+            told = ShardLoaded(weight_bytes=1, kv_block_bytes=16, settings=command.settings)
+            self.on_report(replace(told, products=PRODUCTS, slow_paths=SLOW))
         if isinstance(command, PauseStage):
             self.paused.append(command)
         if isinstance(command, ProfileLayerRequest):
@@ -241,6 +243,7 @@ async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Pa
         await host.until(lambda: len(host.spares()) == 1)
         kept = await host.prepare(counter=2)
         assert kept.products == PRODUCTS
+        assert kept.slow_paths == SLOW
         assert first.alive
         assert len(host.processes.started) == 2
         first.is_dying = True

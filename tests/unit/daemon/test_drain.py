@@ -15,8 +15,8 @@ from edgepipe.daemon.serving.capacity import device_is_coming, rooms_of
 from edgepipe.daemon.serving.drain import DEVICE_S, Drain
 from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement, StageLost
-from edgepipe.ids import NodeId, PipelineId
-from edgepipe.wire.engines import ServeSpec
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
+from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, ServeBody
 from tests.support.daemon.published_state import FakeState
@@ -49,6 +49,7 @@ class World:
         self.draining: set[str] = set()
         self.hosted = ["p"]
         self.plans = 0
+        self.engines: dict[str, EngineState] = {}  # by node
         self.changes = Changes()
         replanner = Replanner(peers=cast("Any", self), models=cast("Any", None), surveyor=cast("Any", None))
         self.drain = Drain(
@@ -64,7 +65,13 @@ class World:
     def nodes(self) -> list[NodeState]:
         own = NodeState(node_id=NodeId("a"), name="a", draining=True, devices=(IDLE,))
         others = [
-            NodeState(node_id=NodeId(name), name=name, devices=(device,), draining=name in self.draining)
+            NodeState(
+                node_id=NodeId(name),
+                name=name,
+                devices=(device,),
+                draining=name in self.draining,
+                engines=(self.engines[name],) if name in self.engines else (),
+            )
             for name, device in self.devices.items()
         ]
         return [own, *others]
@@ -221,3 +228,37 @@ async def test_before_a_stop_the_lack_of_room_is_told() -> None:
     assert world.drain.active, "it takes no more work"
     assert await World(b=IDLE).drain.outlook() == ""
     assert (await World(b=STARTING).drain.outlook()).startswith("waits for the devices of b, at most 15 s")
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "hosted", "draining", "drains"),
+    [
+        ("m", "ready", False, False, True),
+        ("other", "ready", False, False, False),
+        ("m", "recovering", False, False, False),
+        ("m", "ready", True, False, False),
+        ("m", "ready", False, True, False),
+    ],
+)
+def test_a_node_with_one_replica_may_go_while_another_one_answers_elsewhere(
+    model: str, state: str, hosted: bool, draining: bool, drains: bool
+) -> None:
+    world = World(b=SMALL, c=SMALL)
+    world.engines["b"] = EngineState(
+        model=model, pipeline_id=PipelineId("q"), epoch=Epoch(1, EngineId("e")), state=state
+    )
+    world.draining |= {"b"} if draining else set()
+    world.hosted += ["q"] if hosted else []
+
+    async def run() -> float:
+        if not drains:
+            with pytest.raises(NoFeasiblePlacement):
+                await anext(world.drain.run())
+            return 0.0
+        event = await anext(world.drain.run())
+        assert event.stages == (), "its requests go on at the other replica"
+        world.drain.undo()
+        assert world.drain.is_needed, "it takes work again"
+        return 0.0
+
+    in_time(run)

@@ -139,7 +139,9 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine() -> None:
             done.set()
 
     async def adopt(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(config_json="", weights_json="", manifest_hash="h")
+        model = SimpleNamespace(config_json="", weights_json="", manifest_hash="h")
+        model.as_placed = lambda _: model  # pyright: ignore[reportUnknownLambdaType]
+        return model
 
     async with asyncio.TaskGroup() as tasks:
         keeper = engine_keeper(tasks, nodes, start=start, adopt=adopt)

@@ -63,9 +63,9 @@ def test_the_flag_travels_to_the_planner_and_a_stage_s_share_to_its_backend() ->
     placed = (Placed(node_id=NodeId("a"), part=SLICES[0], ram_percent=40),)
     spec = from_wire(to_wire(replace(spec, stages=stages_of(placed)), node_pb2.ServeSpec), ServeSpec)
     assert placed_of(spec) == placed
-    load = from_wire(to_wire(_load_command(prepare(40), "/m"), node_pb2.LoadShard), LoadShard)
+    load = from_wire(to_wire(_load_command(prepare(40), "/m", ""), node_pb2.LoadShard), LoadShard)
     assert options_of(load).settings == {**STAGE_SETTINGS.backend_options, "experts_in_ram": "40%"}
-    assert options_of(_load_command(prepare(0), "/m")).settings == STAGE_SETTINGS.backend_options
+    assert options_of(_load_command(prepare(0), "/m", "")).settings == STAGE_SETTINGS.backend_options
     assert as_loaded(profile(), 40).packing == "emulated/40"
 
 

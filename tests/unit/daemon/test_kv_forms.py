@@ -1,4 +1,4 @@
-"""``--kv 8bit``: from the flag to the stage's backend, and the memory that a node sets aside for it."""
+"""``--kv 8bit`` and ``--kv 4bit``: from the flag to the stage's backend, and the memory that a node sets aside."""
 
 from __future__ import annotations
 
@@ -62,23 +62,25 @@ def memory(*kv_forms: str) -> DeviceMemory:
 
 
 def test_the_flag_becomes_a_setting_of_all_stages() -> None:
-    assert serve_request("m", kv="8bit").options.settings == StageSettings(kv="8bit")
+    for kv in ("8bit", "4bit"):
+        assert serve_request("m", kv=kv).options.settings == StageSettings(kv=kv)
     assert serve_request("m").options.settings == StageSettings()
 
 
 def test_another_form_is_refused() -> None:
-    with pytest.raises(ConfigInvalid, match="--kv cannot be '4bit'"):
-        serve_request("m", kv="4bit")
+    with pytest.raises(ConfigInvalid, match="--kv cannot be '2bit'"):
+        serve_request("m", kv="2bit")
 
 
-def test_a_node_sets_aside_fewer_bytes_for_8_bits() -> None:
+@pytest.mark.parametrize(("form", "vector"), [("8bit", 64 + 2), ("4bit", 32 + 2)])
+def test_a_node_sets_aside_fewer_bytes_for_fewer_bits(form: str, vector: int) -> None:
     reserved: list[int] = []
-    for kv in ("", "8bit"):
-        ledger = memory("8bit")
+    for kv in ("", form):
+        ledger = memory(form)
         ledger.reserve(prepare(kv), CONFIG)
         reserved.append(ledger.loaded("p", weight_bytes=0).num_bytes)
     wide, packed = reserved
-    assert wide - packed == 1000 * 2 * CONFIG.num_layers * 2 * (2 * 64 - 66)  # weights take the same
+    assert wide - packed == 1000 * 2 * CONFIG.num_layers * 2 * (2 * 64 - vector)  # weights take the same
 
 
 def test_a_node_whose_backend_lacks_the_form_refuses_the_stage() -> None:
@@ -86,7 +88,7 @@ def test_a_node_whose_backend_lacks_the_form_refuses_the_stage() -> None:
         memory().reserve(prepare("8bit"), CONFIG)
 
 
-@pytest.mark.parametrize(("kv", "measured"), [("", True), ("8bit", True), ("4bit", False)])
+@pytest.mark.parametrize(("kv", "measured"), [("", True), ("8bit", True), ("4bit", True), ("2bit", False)])
 async def test_a_layer_is_measured_with_that_kv(kv: str, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown form gives a profile without times, and the process lives."""
     backends: list[Any] = []

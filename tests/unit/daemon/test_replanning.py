@@ -79,9 +79,11 @@ class OneModel:
 
     async def adopt(self, name: str, *, manifest_hash: str = "") -> Any:
         stored = SimpleNamespace(id=name, manifest_hash="", config=SHAPE, manifest=SimpleNamespace(tensors=[]))
-        return SimpleNamespace(
+        model = SimpleNamespace(
             name=name, config=SHAPE, config_json=SHAPE_JSON, weights=FLOATS, weights_json="", stored=stored
         )
+        model.as_placed = lambda _: model  # pyright: ignore[reportUnknownLambdaType]
+        return model
 
 
 def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> PlanWanted:

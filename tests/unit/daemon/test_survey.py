@@ -223,11 +223,15 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
             raise ModelUnknown(f"no model '{name}' is in the cluster")
 
     peers = FakePeers()
-    fields = dict.fromkeys(("ids", "local", "gateway", "heartbeats", "book", "tasks"))
+    fields = dict.fromkeys(("ids", "local", "gateway", "heartbeats", "book", "tasks", "clock"))
     serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
     reply = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
     assert (reply.model, len(reply.machines)) == ("qwen3-4b:q4_k_m", 3)
     assert all(machine.layer is not None for machine in reply.machines)
+    assert all(known_only for _, known_only, _ in peers.layers), "nobody waits for measurements to choose a model"
+    peers.layers.clear()
+    await serving.survey("Qwen3 4B", DEFAULT_SETTINGS, fresh=True)
+    assert not any(known_only for _, known_only, _ in peers.layers), "--measure measures"
     assert cluster_of(reply).config == named_model("qwen3-4b")[0]
     for name in ("gpt-9", "org/unheard-of"):
         with pytest.raises(ModelUnknown, match="is in the cluster"):

@@ -38,7 +38,7 @@ class Served:
             is_paused=self.paused.__contains__,
             start_now=self.started.append,
         )
-        others: dict[str, Any] = dict.fromkeys(("heartbeats", "models", "links", "replication"))
+        others: dict[str, Any] = dict.fromkeys(("heartbeats", "models", "links", "replication", "batches"))
         self.service = NodeService(
             admit=lambda _: None,
             security=cast("Any", SimpleNamespace(require_node=lambda *_: None)),

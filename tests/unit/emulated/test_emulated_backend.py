@@ -59,7 +59,7 @@ def test_devices_have_names(name: str) -> None:
     share = 0.75 if "m4" in name.lower() else 1.0  # macOS keeps the rest from the GPU
     assert profile.memory_free_bytes == share * profile.memory_total_bytes
     assert profile.memory_total_bytes >= 16e9
-    assert profile.bandwidth_bytes_per_s > 1e11
+    assert profile.bandwidth_bytes_per_s > 8e10
     assert profile.name.endswith("(emulated)")
 
 
@@ -206,14 +206,14 @@ def step_s(num_tokens: int, *, position: int = 0, rows: int = 1, device: str = "
 def test_decode_of_an_8b_model_is_bound_by_its_weights() -> None:
     device = device_models()["h100"]
     read_s = 15.0e9 / device.bandwidth_bytes_per_s
-    assert step_s(1) == pytest.approx(read_s + 32 * device.layer_overhead_s, rel=0.1)
+    assert step_s(1) == pytest.approx(read_s + device.step_overhead_s + 32 * device.layer_overhead_s, rel=0.1)
 
 
 def test_step_time_jumps_at_tile_edges_and_grows_with_kv_and_tokens() -> None:
     assert step_s(16, tile_steps="17:1.2") == pytest.approx(step_s(1, tile_steps=""), rel=0.01)
     assert step_s(17, tile_steps="17:1.2") > 1.1 * step_s(16, tile_steps="17:1.2")
     assert step_s(1, position=8000) > step_s(1)
-    assert step_s(4096) > 10 * step_s(16)
+    assert step_s(4096) > 8 * step_s(16)
     assert step_s(16, rows=16, sequence_overhead="1ms") == pytest.approx(step_s(16, rows=16) + 0.016)
 
 

@@ -45,7 +45,7 @@ class Wanted:
             sequences=tuple(SequenceId(row) for row in range(self.rows)),
             positions=(self.position,) * self.rows,
             num_tokens=counts,
-            samples=(True,) * self.rows,
+            samples=(1,) * self.rows,
             token_ids=(1,) * sum(counts),
             block_rows=(),
             block_starts=(),

@@ -43,7 +43,7 @@ def test_a_steady_plan_is_small() -> None:
                 with_token_ids=True,
             )
             sizes.append(message.ByteSize())
-        scheduler.retire(step.step, [150_000] * step.num_samples)
+        scheduler.retire(step.step, [[150_000]] * step.num_samples)
     assert len(sizes) > 32
     assert max(sizes) <= 2048
 
@@ -72,7 +72,7 @@ def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -
     assert list(told_second.sequences[0].generated) == [5]
     assert not told_first.sequences[0].HasField("sampling")
     assert not told_first.sequences[0].generated
-    assert (list(second.block_start), list(second.block_count), list(second.sample)) == ([0], [1], [True])
+    assert (list(second.block_start), list(second.block_count), list(second.sample)) == ([0], [1], [1])
 
 
 def test_rates_are_of_the_last_seconds() -> None:

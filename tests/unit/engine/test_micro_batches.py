@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_turn_is_latency_beside_what_is_told() -> None:
     assert ledger.latency_s == 0.0, "the other slice has not told"
     ledger.stayed(StepId(1), 0.020)
     assert ledger.latency_s == pytest.approx(0.016)
+
+
+def test_the_turn_of_a_step_planned_ahead_begins_when_the_token_before_it_came() -> None:
+    ledger = TurnLedger(num_slices=1, upload_s=lambda _: 0.0)
+    ledger.sent(StepId(1), num_rows=1, num_tokens=1, now_s=100.0)
+    ledger.sent(StepId(2), num_rows=1, num_tokens=1, now_s=100.001, after=StepId(1))
+    for step, came_s in ((1, 100.010), (2, 100.019)):
+        ledger.stayed(StepId(step), 0.008)
+        ledger.retired(StepId(step), came_s)
+    assert ledger.latency_s == pytest.approx((0.002 + 0.001) / 2)
+
+
+def test_a_draft_s_time_forgets_the_first_one() -> None:
+    sizes = model(10, 10).sizes
+    assert sizes.draft_s == 0
+    for step, draft_us in enumerate((900_000, 6_000, 8_000), start=1):
+        sizes.sent(scheduled(step, 1, 1)._replace(drafts=(2,)), now_s=float(step))
+        timing = StepTiming(step=StepId(step), slice_index=1, num_tokens=1, num_rows=1, started_us=0)
+        sizes.note_timing(1, replace(timing, compute_us=9_000, draft_us=draft_us))
+    assert sizes.draft_s == pytest.approx(0.004)
 
 
 def test_a_ledger_forgets_steps_of_which_nothing_comes() -> None:

@@ -29,7 +29,7 @@ def recorded(*prompt_tokens: int, kept: int = 16) -> StepRecorder:
         scheduler.submit([SequenceSpec(sequence=SequenceId(number), prompt=(1,) * count, max_tokens=4)])
         step = scheduler.next_step()
         assert step is not None
-        recorder.planned(step, scheduler.stats())
+        recorder.planned(step, micro_batches=scheduler.micro_batches, used_blocks=scheduler.used_blocks)
     return recorder
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import GrammarNotReady, StepFailed
 from edgepipe.ids import NodeId, RequestId, RequestKey, SequenceId
-from edgepipe.scheduler import TokenSampled
+from edgepipe.scheduler import EndReason, SequenceEnded, TokenSampled
 from edgepipe.wire.requests import Cancellation
 from tests.unit.engine.test_request_table import CONFIG, Queued, request
 
@@ -73,6 +75,24 @@ async def test_a_request_that_waits_for_its_grammar_is_not_to_blame() -> None:
     epochs.table.note_step(StepNews(events=[], logprobs={}, prompts=(), failures=waits))
     progress = epochs.table.progress()
     assert (progress.stalled, progress.waiting) == (frozenset(), {X, Y, Z})
+    epochs.table.close()
+
+
+async def test_what_was_cached_is_counted_before_a_request_waits_for_its_grammar() -> None:
+    """When it begins again, the cache has what it computed itself."""
+    epochs = Epochs()
+    sequence = epochs.sequences[X]
+    for cached in (32, 96):
+        waits = {sequence: GrammarNotReady("its grammar is being compiled")}
+        left = {sequence: cached}
+        epochs.table.note_step(StepNews(events=[], logprobs={}, prompts=(), failures=waits, cached=left))
+        await asyncio.sleep(0.1)
+        sequence = max(epochs.queue.specs)  # that as which it begins again
+    ended = SequenceEnded(sequence, EndReason.LENGTH, 0, cached_prompt_tokens=99)
+    epochs.table.note_step(StepNews(events=[ended], logprobs={}, prompts=(), failures={}))
+    epochs.stream.close()
+    told = [ended async for news in epochs.stream.events() for ended in news.message.ended]
+    assert [each.cached_prompt_tokens for each in told] == [32]
     epochs.table.close()
 
 

@@ -72,7 +72,12 @@ def news(
     prompts: Sequence[tuple[SequenceId, PromptLogprobs]] = (),
     failures: dict[SequenceId, EdgepipeError] | None = None,
 ) -> StepNews:
-    return StepNews(events=list(events), logprobs=logprobs or {}, prompts=prompts, failures=failures or {})
+    return StepNews(
+        events=list(events),
+        logprobs={sequence: [each] for sequence, each in (logprobs or {}).items()},
+        prompts=prompts,
+        failures=failures or {},
+    )
 
 
 async def events_of(stream: GatewayStream) -> list[engine_pb2.EngineEvent]:
@@ -306,9 +311,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-async def test_requests_take_no_more_memory_than_is_counted(kind: dict[str, Any]) -> None:
-    """The table with a real scheduler, while all requests run."""
+def taken_and_counted(kind: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that the table's requests take with a real scheduler while all run, and those that it counts."""
     fields = {name: value for name, value in kind.items() if name not in ("prompt", "count", "output")}
     wants = fields.get("sampling") is SCORED
     wire = [
@@ -321,28 +325,34 @@ async def test_requests_take_no_more_memory_than_is_counted(kind: dict[str, Any]
         num_blocks=60_000, block_size=16, context_length=131_072, micro_batches=1, max_running=1000
     )
     stream = GatewayStream(NodeId("node"))
+    scheduler = Scheduler(limits, ThrottledPolicy())
+    table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
+    table.attach(scheduler)  # pyright: ignore[reportArgumentType] - as the pump, but for a name
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    for data in wire:
+        table.submit(stream, submission_from_wire(engine_pb2.GatewayMessage.FromString(data).submit))
+    choices = list(table._choices.values())  # pyright: ignore[reportPrivateUsage]
+    if wants:
+        score_prompts(table, [choice.sequence for choice in choices], len(kind["prompt"]))
+    while min(len(choice.log) for choice in choices) < kind["output"] - 1:
+        run_step(scheduler, table, with_logprobs=wants)
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    held = table._held_bytes  # pyright: ignore[reportPrivateUsage]
+    table.close()
+    return taken, held
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+async def test_requests_take_no_more_memory_than_is_counted(kind: dict[str, Any]) -> None:
     tracemalloc.start()
-    try:
-        scheduler = Scheduler(limits, ThrottledPolicy())
-        table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
-        table.attach(scheduler)  # pyright: ignore[reportArgumentType] - as the pump, but for a name
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        for data in wire:
-            table.submit(stream, submission_from_wire(engine_pb2.GatewayMessage.FromString(data).submit))
-        choices = list(table._choices.values())  # pyright: ignore[reportPrivateUsage]
-        if wants:
-            score_prompts(table, [choice.sequence for choice in choices], len(kind["prompt"]))
-        while min(len(choice.log) for choice in choices) < kind["output"] - 1:
-            run_step(scheduler, table, with_logprobs=wants)
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0] - before
-        held = table._held_bytes  # pyright: ignore[reportPrivateUsage]
-        assert taken <= held, f"{taken} bytes are taken, {held} are counted"
-        assert held <= 4 * taken, f"{taken} bytes are taken, {held} are counted: far too many"
+    try:  # caches that fill, and threads of other tests, only add to what is taken: the smaller of two counts
+        taken, held = min(taken_and_counted(kind) for _ in range(2))
     finally:
         tracemalloc.stop()
-    table.close()
+    assert taken <= held, f"{taken} bytes are taken, {held} are counted"
+    assert held <= 4 * taken, f"{taken} bytes are taken, {held} are counted: far too many"
 
 
 async def test_a_prompt_that_is_refused_is_not_kept() -> None:
@@ -377,7 +387,7 @@ def run_step(scheduler: Scheduler, table: RequestTable, *, with_logprobs: bool) 
     step = scheduler.next_step()
     assert step is not None
     sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
-    events = scheduler.retire(step.step, [100_000 + (step.step + row) % 40_000 for row in range(len(sampled))])
+    events = scheduler.retire(step.step, [(100_000 + (step.step + row) % 40_000,) for row in range(len(sampled))])
     table.note_step(news(events, logprobs=dict.fromkeys(sampled, own_logprobs(step.step)) if with_logprobs else {}))
 
 

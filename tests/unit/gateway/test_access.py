@@ -13,9 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from edgepipe.cluster.interfaces import interfaces, lan_interfaces
 from edgepipe.gateway.access import OPEN_PATHS, AccessRules, Guard
+from edgepipe.gateway.key_tries import KeyTries
 from edgepipe.gateway.service import listen
+from edgepipe.gateway.ui.sessions import Sessions
 from tests.support.gateways.fake_engine import FakeEngine
-from tests.support.gateways.server import Served, serving
+from tests.support.gateways.server import FixedClock, Served, serving
 
 KEY, OTHER = "ep-a-long-enough-key", "ep-another-long-key"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -106,9 +108,14 @@ async def _status(
     rules: AccessRules, *, client: str, host: str = "localhost", path: str = "/v1/models", **more: str
 ) -> int:
     """The guard's answer to a client that comes from another address."""
-    transport = httpx.ASGITransport(_At(Guard(_Behind(), rules=rules), client), client=(client, 4711))
+    transport = httpx.ASGITransport(_At(_guard(_Behind(), rules), client), client=(client, 4711))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         return (await http.get(path, headers={"host": host} | more)).status_code
+
+
+def _guard(behind: Any, rules: AccessRules) -> Guard:
+    now_s = FixedClock().monotonic_s
+    return Guard(behind, rules=rules, sessions=Sessions(now_s=now_s, new_token=str), tries=KeyTries(now_s=now_s))
 
 
 class _At:
@@ -133,7 +140,7 @@ async def test_a_user_is_a_key_or_else_an_address_of_this_machine() -> None:
         ("192.168.1.7", _bearer(KEY)),
         ("127.0.0.1", _bearer(OTHER)),
     ):
-        transport = httpx.ASGITransport(_At(Guard(behind, rules=rules), client), client=(client, 4711))
+        transport = httpx.ASGITransport(_At(_guard(behind, rules), client), client=(client, 4711))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.get("/v1/models", headers={"host": "localhost"} | headers)).status_code == 200
     first, second, unneeded, key, elsewhere, other = behind.owners

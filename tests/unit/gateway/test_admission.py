@@ -160,6 +160,15 @@ def test_as_many_requests_as_may_run_are_taken_though_few_begin_at_a_time() -> N
         admission.leave(each)
 
 
+def test_as_many_choices_run_as_a_model_has_pipelines_for() -> None:
+    admission = Admission(AdmissionLimits(max_running=2, max_waiting=2))
+    tickets = [admission.enter(ONE, num_engines=3) for _ in range(8)]
+    assert sum(each.admitted.is_set() for each in tickets) == 6
+    with pytest.raises(QueueFull, match="too many") as caught:
+        admission.enter(ONE, num_engines=3)
+    assert "at most 6 choices may run" in caught.value.fact
+
+
 def test_more_prompts_begin_where_a_ring_computes_more_steps_at_a_time() -> None:
     admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
     tickets = [admission.enter(ONE, parts=[Part(num_tokens=436)], num_steps=4) for _ in range(20)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,7 @@ from edgepipe.errors import StageLost
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import AdmissionLimits
 from edgepipe.gateway.formats.detect import detect_format
+from edgepipe.gateway.streams import StreamTimeouts
 from tests.support.gateways.fake_engine import CONTEXT, ByteAssets, FakeEngine
 from tests.support.gateways.server import Served, serving
 from tests.support.gateways.template_traits import TURNS, traits_of
@@ -209,5 +211,39 @@ async def test_an_error_within_an_answer_is_an_event() -> None:
         with pytest.raises(anthropic.APIStatusError) as broken:
             await stream(client)
         error: Any = broken.value.body
-        assert error["error"]["type"] in ("api_error", "overloaded_error")
+        assert error["error"]["type"] == "api_error"
         assert "stage 1 ended" in json.dumps(error)
+
+
+async def test_a_long_pause_has_pings() -> None:
+    """No block begins or ends for a ping."""
+    engine = FakeEngine(hold_after=5)
+    timeouts = StreamTimeouts(hold_s=0.01, recovering_s=0.02, pause_s=0.02)
+    async with serving(engine, timeouts=timeouts) as served, _client(served) as client:
+        asked = await client.messages.create(model="tiny", max_tokens=99, messages=USER, stream=True)
+        kinds: list[str] = []
+        async for line in asked.response.aiter_lines():
+            kinds += [line.removeprefix("event: ")] if line.startswith("event: ") else []
+            if kinds[-3:] == ["ping"] * 3:
+                engine.release.set()
+        assert kinds[:2] == ["message_start", "ping"], "the opening"
+        within = kinds.index("content_block_delta") + 1
+        assert kinds[within:].count("ping") >= 3
+        assert [kind for kind in kinds[2:] if kind not in ("ping", "content_block_delta")] == [
+            "content_block_start",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+
+
+async def test_a_client_that_leaves_within_an_answer_ends_the_request() -> None:
+    engine = FakeEngine(hold_after=5)
+    async with serving(engine) as served, _client(served) as client:
+        asked = await client.messages.create(model="tiny", max_tokens=99, messages=USER, stream=True)
+        async for event in asked:
+            if event.type == "content_block_delta":
+                break
+        await asked.close()
+        async with asyncio.timeout(10):
+            await engine.cancelled.wait()

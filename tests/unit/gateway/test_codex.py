@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from edgepipe.errors import StageLost
-from edgepipe.gateway.formats.detect import detect_format
-from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.agent_programs import CONTEXT, agents_gateway, calls, needs, run_agent
+from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.scripted_engine import Scripted, ScriptedEngine, with_context
 from tests.support.gateways.server import serving
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "clients" / "codex-0.171.0.json"
-CODEX = shutil.which("codex")
-LARGE = partial(with_context, num_tokens=400_000)
-needs_codex = pytest.mark.skipif(CODEX is None, reason="codex is not installed (npm install -g @openai/codex)")
-CONFIG = """
-model = "tiny"
-model_provider = "edgepipe"
-[model_providers.edgepipe]
-name = "edgepipe"
-base_url = "http://127.0.0.1:{port}/v1"
-wire_api = "responses"
-stream_max_retries = 2
-"""
+LARGE = partial(with_context, num_tokens=CONTEXT)
+needs_codex = needs("codex")
 
 
-class ThinkingAssets(ByteAssets):
-    """A model that reasons."""
-
-    chat = detect_format("<think></think>")
-
-
-def run(command: str) -> bytes:
-    body = json.dumps({"name": "exec_command", "arguments": {"cmd": command}})
-    return f"<tool_call>\n{body}\n</tool_call>\n".encode()
+def run(*commands: str) -> bytes:
+    """An answer of the model that runs commands."""
+    return calls(*[("exec_command", {"cmd": command}) for command in commands])
 
 
-async def _codex(folder: Path, script: list[Scripted], *, large: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
+async def _codex(
+    folder: Path, script: list[Scripted], *, context: int = CONTEXT
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return what codex reports of a turn, and the prompts that the engine got."""
     engine = ScriptedEngine(script=script, group=50)
-    change = LARGE if large else lambda view: view
-    async with serving(engine, change=change, load=lambda path: ThinkingAssets()) as served:
-        (folder / "config.toml").write_text(CONFIG.format(port=served.port), encoding="utf-8")
-        assert CODEX is not None
-        arguments = ["exec", "--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "Run commands"]
-        process = await asyncio.create_subprocess_exec(
-            CODEX,
-            *arguments,
-            cwd=folder,
-            env={**os.environ, "CODEX_HOME": str(folder)},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        output, _ = await process.communicate()
-        events = [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
-        return events, [bytes(submit.prompt).decode() for submit in engine.submits]
+    async with agents_gateway(engine, context=context) as url:
+        ended = await run_agent("codex", "Run commands", folder=folder, url=url, context=context)
+    events = [json.loads(line) for line in ended.printed.splitlines() if line.startswith("{")]
+    return events, [engine.prompt(place) for place in range(len(engine.submits))]
 
 
 def _done(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -74,7 +42,7 @@ def _done(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 async def test_codex_runs_one_command_then_two_at_once_then_reasons(tmp_path: Path) -> None:
     script: list[Scripted] = [
         run("echo one"),
-        run("echo two") + run("echo three"),
+        run("echo two", "echo three"),
         b"<think>All ran.</think>\n\nThree commands ran.",
     ]
     events, prompts = await _codex(tmp_path, script)
@@ -96,7 +64,7 @@ async def test_codex_asks_again_after_an_engine_was_lost_in_mid_answer(tmp_path:
 
 @needs_codex
 async def test_codex_knows_a_full_context(tmp_path: Path) -> None:
-    events, prompts = await _codex(tmp_path, [b"unused"], large=False)
+    events, prompts = await _codex(tmp_path, [b"unused"], context=4096)
     assert prompts == []
     assert events[-1]["type"] == "turn.failed"
     assert "context window" in events[-1]["error"]["message"]

@@ -419,6 +419,17 @@ def test_reasoning_that_the_prompt_opened() -> None:
     assert not chat.opens_reasoning("<think>\n</think>\n")
 
 
+def test_reasoning_that_the_prompt_opened_with_its_label() -> None:
+    """Gemma 4's template opens the reasoning after the result of a tool."""
+    chat = BY_NAME["gemma4"]
+    for prompt in ("<|tool_response>x<tool_response|><|channel>thought\n", "<|turn>model\n<|channel>"):
+        assert chat.opens_reasoning(prompt)
+    assert not chat.opens_reasoning("<|turn>model\n<|channel>thought\n<channel|>")
+    for pieces in (["So.\n<channel|>Yes"], list("So.\n<channel|>Yes")):
+        found = read(chat, pieces, in_reasoning=True)
+        assert (found.reasoning, found.content) == ("So.", "Yes")
+
+
 @pytest.mark.parametrize(
     ("template", "name", "opening"),
     [

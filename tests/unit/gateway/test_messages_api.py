@@ -13,8 +13,16 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.errors import QueueFull, StageLost
-from edgepipe.gateway.problems import busy, from_error
+from edgepipe.errors import (
+    CapacityError,
+    KVCacheFull,
+    ModelUnknown,
+    NodeUnreachable,
+    NoFeasiblePlacement,
+    QueueFull,
+    StageLost,
+)
+from edgepipe.gateway.problems import HttpProblem, busy, from_error
 from edgepipe.gateway.protocols.anthropic.blocks import instructions
 from edgepipe.gateway.protocols.anthropic.body import CountBody
 from edgepipe.gateway.protocols.error_forms import problem_response
@@ -149,13 +157,24 @@ async def test_other_refusals_have_the_form_of_this_api(gateway: Served) -> None
     assert (await http.head("/")).status_code == 200
 
 
-def test_where_this_machine_has_too_much_to_do_clients_read_that_they_may_try_again() -> None:
-    for problem in (busy("no time"), from_error(StageLost("stage 1 ended"))):
-        answer = problem_response(problem, path=PATH)
-        body = json.loads(bytes(answer.body))
-        assert (answer.status_code, body["error"]["type"]) == (529, "overloaded_error")
-        assert answer.headers["retry-after"]
-    assert problem_response(from_error(QueueFull("full")), path=PATH).status_code == 429
+@pytest.mark.parametrize(
+    ("problem", "status", "kind"),
+    [
+        (busy("no time"), 529, "overloaded_error"),
+        (from_error(KVCacheFull()), 529, "overloaded_error"),
+        (from_error(CapacityError("the model is not ready yet")), 529, "overloaded_error"),
+        (from_error(QueueFull("full")), 429, "rate_limit_error"),
+        (from_error(NoFeasiblePlacement()), 500, "api_error"),
+        (from_error(StageLost("stage 1 ended")), 500, "api_error"),
+        (from_error(NodeUnreachable()), 500, "api_error"),
+        (from_error(ModelUnknown()), 404, "not_found_error"),
+    ],
+    ids=lambda value: value.code if isinstance(value, HttpProblem) else "",
+)
+def test_only_too_much_work_is_an_overload(problem: HttpProblem, status: int, kind: str) -> None:
+    answer = problem_response(problem, path=PATH)
+    assert (answer.status_code, json.loads(bytes(answer.body))["error"]["type"]) == (status, kind)
+    assert ("retry-after" in answer.headers) == (problem.status in (429, 503)), "clients may try it again later"
 
 
 @pytest.mark.asyncio(loop_scope="module")

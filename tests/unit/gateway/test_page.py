@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -44,6 +45,10 @@ async def test_browsers_get_the_page_and_others_the_line_of_text(shared: Served)
     for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
         answer = await shared.http.get("/", headers=headers)
         assert answer.text == "edgepipe is running. Its API: /docs\n"
+    modules = re.findall(r'<link rel="modulepreload" href="([^"]+)"', page.text)
+    assert {"/ui/page/app.js", "/ui/page/pages/home.js", "/ui/page/vendor/preact.js"} <= set(modules)
+    assert not {"/ui/page/pages/others.js", "/ui/page/pages/chat.js", "/ui/page/data/types.js"} & set(modules)
+    assert [(await shared.http.get(module)).status_code for module in modules] == [200] * len(modules)
     head = await shared.http.head("/", headers=BROWSER)
     assert head.headers["content-type"].startswith("text/plain")
 
@@ -226,6 +231,7 @@ def test_a_view_of_nothing_has_every_field() -> None:
     empty = page_view(ClusterView(), node_name="a", edgepipe_version="1")
     assert empty == {
         "node": {"name": "a", "version": "1"},
+        "newest": "",
         "machines": [],
         "absent": [],
         "models": [],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.gateway.batches.store import FilesSettings
 from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.server import serving
 
@@ -23,7 +24,8 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
     ids=["few", "many"],
 )
 async def test_requests_made_from_the_document(phases: str, examples: int, tmp_path: Path) -> None:
-    async with serving(FakeEngine(group=64)) as served:
+    files = FilesSettings(folder=tmp_path / "batches", least_free_bytes=0)
+    async with serving(FakeEngine(group=64), files=files) as served:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{served.port}/openapi.json"]
         command += ["--checks", CHECKS, "--max-examples", str(examples), "--seed", "4", "--no-color"]
         command += ["--phases", phases, "--request-timeout", "20", "--generation-deterministic"]

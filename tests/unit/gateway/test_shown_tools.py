@@ -64,3 +64,22 @@ async def test_a_template_that_refuses_complete_tools_says_why() -> None:
         answer = await served.chat("Hi", tools=[tool()])
     assert answer.status_code == 400
     assert "nothing" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "required",
+        {"type": "function", "function": {"name": "b"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "b"}]}},
+    ],
+)
+async def test_the_prompt_shows_all_tools_whichever_may_be_called(chosen: Any) -> None:
+    """So that the head of a long conversation stays cached from turn to turn."""
+    tools = [tool(name=name) for name in "ab"]
+    async with templated(EASY) as served:
+        for choice in ("auto", chosen):
+            assert (await served.chat("Hi", tools=tools, tool_choice=choice)).status_code == 200
+        free, bound = served.engine.submits
+        assert bytes(free.prompt) == bytes(bound.prompt)
+        assert "{" in bytes(free.prompt).decode()

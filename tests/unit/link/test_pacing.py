@@ -67,7 +67,7 @@ def test_the_link_stays_busy_and_a_small_step_waits_for_two_pieces(rate: float, 
     link.run(BEGIN_S + 0.6)
     steady_s, before = link.now_s, link.received
     link.run(BEGIN_S + 1.2)
-    assert (link.received - before) / (link.now_s - steady_s) == pytest.approx(rate, rel=0.06)
+    assert (link.received - before) / (link.now_s - steady_s) == pytest.approx(rate, rel=0.08)
     piece_s = max(PIECE_S, LEAST_PIECE_BYTES / rate)
     waits_s = sorted(wait_s for moment_s, wait_s in link.waits_s if moment_s > steady_s)
     assert waits_s[len(waits_s) // 2] <= 3 * piece_s, "two pieces, and the one that was written when the window opened"

@@ -28,7 +28,7 @@ PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 97, 45)]
 OTHER = [int(token) for token in np.random.default_rng(4).integers(0, 97, 30)]
 
 
-@pytest.fixture(params=["", "8bit"], ids=["float KV", "8-bit KV"])
+@pytest.fixture(params=["", "8bit", "4bit"], ids=["float KV", "8-bit KV", "4-bit KV"])
 def kv(request: pytest.FixtureRequest) -> str:
     form: str = request.param
     return form

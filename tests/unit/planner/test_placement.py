@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from edgepipe_emulated import emulated_model_config
 from hypothesis import given, settings
@@ -44,6 +46,17 @@ NEED = Need(config=config(), kv_tokens=512)
 def test_a_plan_is_followed() -> None:
     rooms = [node("a", 100 * MB), node("b", 100 * MB)]
     assert layers(place_by_plan(NEED, rooms, "b:0-14, a:15-29")) == ["b:0-14", "a:15-29"]
+
+
+def test_a_plan_of_the_model_s_layers_takes_its_layer_for_drafts_along() -> None:
+    plain = config()
+    drafting = replace(plain, mtp=replace(plain.layers[0], mtp=True)).with_mtp()
+    need = replace(NEED, config=drafting)
+    rooms = [node("a", 100 * MB), node("b", 100 * MB)]
+    for written in ("b:0-14,a:15-29", "b:0-14,a:15-30"):
+        assert layers(place_by_plan(need, rooms, written)) == ["b:0-14", "a:15-30"]
+    with pytest.raises(PlanInvalid, match="covers 29 layers"):
+        place_by_plan(need, rooms, "b:0-14,a:15-28")
 
 
 @pytest.mark.parametrize(

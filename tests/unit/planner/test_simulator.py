@@ -13,9 +13,10 @@ import edgepipe.engine.micro_batches
 import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
+from edgepipe.backend.drafting import ImaginedDrafts
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
-from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
+from edgepipe.scheduler import Priority, ScheduledStep, Scheduler, SchedulerLimits, make_policy
 from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
@@ -104,8 +105,13 @@ def gpus(count: int = 4, *, model: str = "qwen2.5-32b", link: str = "1gbit,0.3ms
     )
 
 
-def served(cluster: Imagined, workload: Workload, *, policy: str = "throttled", micro_batches: int = 0) -> RunReport:
-    return simulate(Run(cluster=cluster, workload=workload, policy=make_policy(policy), micro_batches=micro_batches))
+def served(
+    cluster: Imagined, workload: Workload, *, policy: str = "throttled", micro_batches: int = 0, way: str = ""
+) -> RunReport:
+    run = Run(
+        cluster=cluster, workload=workload, policy=make_policy(policy), micro_batches=micro_batches, batch_way=way
+    )
+    return simulate(run)
 
 
 def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
@@ -131,6 +137,11 @@ REPEATED = {
     ),
     "a pool that is too small": (users(16, prompt=100, output=200), 4, 2048),
     "fewer than micro-batches": (users(3, output=100), 8, 0),
+    "a batch in phases": (
+        users(12, prompt=400, requests=40, lengths=LognormalLengths(median_tokens=80), priority=Priority.BATCH),
+        0,
+        4096,
+    ),
 }
 
 
@@ -154,10 +165,11 @@ def test_steps_that_repeat_come_out_as_if_each_had_been_scheduled(name: str, mon
         return next_step(scheduler)
 
     monkeypatch.setattr(Scheduler, "next_step", counted)  # a spy: it counts the calls
-    quick = served(cluster, workload, micro_batches=micro_batches)
+    way = "temporal" if workload.priority is Priority.BATCH else ""
+    quick = served(cluster, workload, micro_batches=micro_batches, way=way)
     calls = len(planned)
     monkeypatch.setattr(FastForwardScheduler, "steady_steps", lambda _: 0)  # without the shortcut under test
-    slow = served(cluster, workload, micro_batches=micro_batches)
+    slow = served(cluster, workload, micro_batches=micro_batches, way=way)
     assert calls < 0.9 * (len(planned) - calls), "nothing was repeated"
     assert [(step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in quick.steps] == [
         (step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in slow.steps
@@ -319,3 +331,24 @@ def test_layers_go_where_a_plan_says_and_a_model_that_does_not_fit_is_refused() 
         gpus(2, model="qwen2.5-32b")
     with pytest.raises(PlanInvalid):
         imagine(ImaginedCluster(devices=["m4max"], config=shape, link=parse_link("ideal"), plan="a:0-3"))
+
+
+def _speed(drafts: str, *, chats: int = 1, model: str = "qwen2.5-32b") -> float:
+    """Tokens per second of chats on four GPUs with an imagined draft model."""
+    spec = users(chats, requests=chats, prompt=32, output=2000)
+    run = Run(cluster=gpus(model=model, jitter="0"), workload=spec, policy=make_policy("throttled"))
+    imagined = ImaginedDrafts.of(drafts) if drafts else None
+    return simulate(replace(run, drafts=imagined)).steady_tokens_per_s
+
+
+def test_drafts_speed_a_lone_chat_up_as_the_formula_says() -> None:
+    """With rows that cost nothing: w rows give (1 - a^w) / (1 - a) tokens, and drafting takes (w - 1) * d."""
+    turn_s = 1 / _speed("")
+    best = max((1 - 0.7**w) / 0.3 / (turn_s + (w - 1) * 0.003) for w in range(1, 9))
+    assert 0.92 * best <= _speed("0.7,3ms") <= 1.03 * best
+
+
+def test_drafts_that_are_mostly_wrong_or_of_many_chats_cost_next_to_nothing() -> None:
+    assert _speed("0.1,3ms") >= 0.98 * _speed("")
+    plain, drafted = (_speed(drafts, chats=16, model="qwen3-30b-a3b") for drafts in ("", "0.7,0.5ms"))
+    assert drafted >= 0.99 * plain

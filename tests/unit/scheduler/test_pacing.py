@@ -13,6 +13,7 @@ from edgepipe.backend.cost import StepWork
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import ThrottledPolicy
 from edgepipe.scheduler.pacing import (
+    HOST_S,
     MIN_CHUNK_TOKENS,
     Chunk,
     Pacer,
@@ -112,10 +113,10 @@ def test_no_number_of_equal_chunks_ends_a_lone_prompt_much_sooner(ring: RingTime
     for number in (-(-tokens // MOST), 4, 8, 16, 32, 64):
         size = min(MOST, max(MIN_CHUNK_TOKENS, -(-tokens // number)))
         others = [(at, min(size, tokens - at)) for at in range(0, tokens, size)]
-        host_s = 5e-4 * (len(others) + len(ring.stages))  # what the pacer counts for messages of each step
+        host_s = HOST_S * (len(others) + len(ring.stages))  # what the pacer counts for messages of each step
         most = most_prompt_steps(len(ring.stages)) if len(ring.stages) > 1 else 1
-        assert took_s <= 1.08 * ends_s(ring, others, most) + host_s
-        assert took_s <= 1.04 * ends_s(ring, others, 1) + host_s, "one at a time is never faster"
+        assert took_s <= 1.09 * ends_s(ring, others, most) + host_s
+        assert took_s <= 1.05 * ends_s(ring, others, 1) + host_s, "one at a time is never faster"
 
 
 def test_the_number_of_chunks_is_about_the_root_of_the_work_over_the_fixed_work() -> None:
@@ -203,6 +204,21 @@ def test_chunks_follow_a_stage_that_becomes_slower_in_mid_prompt() -> None:
     assert after is not None
     assert after.step_tokens == pytest.approx(before.step_tokens / 3, rel=0.2)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
+
+
+def test_chunks_are_chosen_anew_once_a_link_proves_faster_than_its_small_steps_let_expect() -> None:
+    per_token_s = 1e-3
+
+    def upload_s(tokens: int) -> float:
+        return per_token_s * tokens
+
+    ring = RingTimes([[Server(0.005, 2e-5).step_s]] * 3, [upload_s] * 2, lambda: 1e-3)
+    pacer = Pacer(ring, most_tokens=MOST)
+    first = pacer.chunk(Waiting(prompt=1, position=0, left=30_000, others=0))
+    assert first is not None
+    per_token_s = 2e-5
+    waiting = Waiting(prompt=1, position=first.step_tokens, left=30_000 - first.step_tokens, others=0)
+    assert pacer.chunk(waiting) == Pacer(ring, most_tokens=MOST).chunk(waiting)
 
 
 def test_while_a_stage_is_unknown_nothing_is_planned() -> None:

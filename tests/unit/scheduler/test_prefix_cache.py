@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import KVPool, SarathiPolicy
+from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import as_runs, next_key
-from edgepipe.scheduler.tables import KeptPools
 from tests.support.worlds.scheduler import World, limits, spec
 
 PROMPT = tuple(range(40))  # ten blocks of four

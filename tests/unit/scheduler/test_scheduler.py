@@ -24,7 +24,7 @@ def test_a_steady_step_holds_only_what_changed() -> None:
     world.run()
     first, second = world.steps[:2]
     assert first.registers == (1,)
-    assert (first.num_tokens, first.positions, first.samples) == ((5,), (0,), (True,))
+    assert (first.num_tokens, first.positions, first.samples) == ((5,), (0,), (1,))
     assert second.registers == ()
     assert (second.num_tokens, second.positions, second.block_rows) == ((1,), (5,), ())
 
@@ -81,7 +81,7 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     world.submit(spec(1, 20, max_tokens=3))
     assert world.fill() == 3
     assert [step.num_tokens for step in world.steps] == [(8,), (8,), (4,)]
-    assert [step.samples for step in world.steps] == [(False,), (False,), (True,)]
+    assert [step.samples for step in world.steps] == [(0,), (0,), (1,)]
     world.run()
     world.check_outputs()
     world.assert_invariants()
@@ -256,11 +256,11 @@ def test_a_step_retires_once_and_with_its_tokens() -> None:
     world.submit(spec(1, 4, max_tokens=3))
     world.fill()
     step = world.in_flight[0].step
-    with pytest.raises(ValueError, match="samples 1 tokens, 2 came"):
-        world.scheduler.retire(step, [1, 2])
+    with pytest.raises(ValueError, match="samples in 1 rows, tokens of 2 came"):
+        world.scheduler.retire(step, [[1], [2]])
     world.retire()
     with pytest.raises(ValueError, match="is not in flight"):
-        world.scheduler.retire(step, [1])
+        world.scheduler.retire(step, [[1]])
 
 
 def test_a_decode_retires_before_a_prompt_s_chunk_that_it_passed() -> None:

@@ -38,7 +38,8 @@ policies = st.one_of(
     ),
 )
 actions = st.lists(
-    st.tuples(st.sampled_from("sssrrrrrppcme"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
+    st.tuples(st.sampled_from("sssrrrrrppcmea"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)),
+    max_size=60,
 )
 
 
@@ -74,9 +75,9 @@ def _pacer(*, stages: int, most_tokens: int, goal_s: float | None) -> Pacer:
     return Pacer(ring, most_tokens=most_tokens, goal_s=goal_s)
 
 
-def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> None:
+def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action], *, acceptance: float | None = None) -> World:
     """Do all this, then let the rest run."""
-    world = World(pipeline, policy)
+    world = World(pipeline, policy, acceptance)
     next_id = 0
     for kind, a, b, c in actions:
         if kind == "s":
@@ -91,12 +92,15 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
         elif kind == "m":
             world.scheduler.set_micro_batches(a % 6 + 1)
             world.scheduler.set_pacer(_pacer(stages=a % 4 + 1, most_tokens=b + 1, goal_s=c * 1e-3 if c % 2 else None))
+        elif kind == "a":
+            world.plan_ahead()
         elif kind == "e":
             world.next_epoch(lost=LOSSES[c % len(LOSSES)] if b % 2 else ())
         world.fill()
     world.run()
     world.check_outputs()
     world.assert_invariants()
+    return world
 
 
 @settings(max_examples=60, deadline=None)

@@ -101,23 +101,34 @@ def test_one_class_fills_the_room_to_the_token(size: int, room: int) -> None:
     assert most_within(room, lambda count: size * count) == room // size
 
 
-@given(num_blocks=st.integers(1, 5000), block_size=st.sampled_from([16, 64]), room=st.integers(0, 10**7))
-def test_slots_of_states_fit_beside_the_blocks(num_blocks: int, block_size: int, room: int) -> None:
+@given(
+    num_blocks=st.integers(1, 5000),
+    block_size=st.sampled_from([16, 64]),
+    room=st.integers(0, 10**7),
+    most_slots=st.sampled_from([0, 4, 9, 100]),
+)
+def test_slots_of_states_fit_beside_the_blocks(num_blocks: int, block_size: int, room: int, most_slots: int) -> None:
     config = emulated_model_config(num_layers=6, context_length=65_536, attention_every=3)
     classes = memory_classes(config)
     assert set(classes.of_layer) == {0}
 
     def needed(blocks: int) -> int:
-        states = classes.states(num_blocks=blocks, block_size=block_size)
+        states = classes.states(num_blocks=blocks, block_size=block_size, most=most_slots)
         assert states is not None
-        assert states.num_slots >= 4
+        assert 4 <= states.num_slots <= (most_slots or states.num_slots)
         assert states.gap % block_size == 0
         return block_bytes * blocks + state_bytes * (states.num_slots + 1)
 
     block_bytes = block_size * config.kv_bytes_per_token(form="bfloat16")
     state_bytes = config.state_bytes()
     most = classes.most_blocks(
-        block_bytes, (), state_bytes=state_bytes, block_size=block_size, room_bytes=room, wanted=num_blocks
+        block_bytes,
+        (),
+        state_bytes=state_bytes,
+        block_size=block_size,
+        room_bytes=room,
+        wanted=num_blocks,
+        most_slots=most_slots,
     )
     assert not most or needed(most) <= room
     assert most == num_blocks or needed(most + 1) > room
@@ -126,6 +137,14 @@ def test_slots_of_states_fit_beside_the_blocks(num_blocks: int, block_size: int,
 def test_a_model_without_recurrent_layers_has_no_slots() -> None:
     assert memory_classes(windowed(None)).states(num_blocks=100, block_size=16) is None
     assert windowed(None).state_bytes() == 0
+
+
+@given(num_blocks=st.integers(1, 20_000), most_slots=st.integers(4, 64))
+def test_fewer_snapshots_still_reach_over_the_whole_context(num_blocks: int, most_slots: int) -> None:
+    config = emulated_model_config(num_layers=6, context_length=1 << 20, attention_every=3)
+    states = memory_classes(config).states(num_blocks=num_blocks, block_size=16, most=most_slots)
+    assert states is not None
+    assert states.gap * (states.num_slots - 1) >= 16 * num_blocks - 16 * states.num_slots
 
 
 def test_bytes_of_a_context_count_its_states() -> None:

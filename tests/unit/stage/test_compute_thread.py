@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.types import StepOutput, TokenIds
 from edgepipe.stage.compute import ComputeThread, StepSpan
 from edgepipe.stage.step_mark import StepMark
@@ -28,6 +29,7 @@ class Recorder:
         self.block_sizes: tuple[int, ...] = (16,)
         self.max_submitted = max_submitted
         self.picks_candidates = False
+        self.draft_model: DraftModel | None = None
         self.calls: list[str] = []
         self.threads: set[int] = set()
 
@@ -247,3 +249,48 @@ async def test_a_step_that_the_device_refuses_leaves_the_limit_to_the_one_ahead(
     assert await limit_while_collecting(compute, backend, 2) == 5.0
     await compute.call(lambda: None)
     assert isinstance(refused.error, ValueError)
+
+
+@pytest.mark.parametrize(("max_submitted", "wanted"), [(2, "submit 2"), (1, "tell")])
+async def test_the_loop_hears_of_a_step_after_the_next_one_is_submitted_unless_that_takes_long(
+    compute: ComputeThread, max_submitted: int, wanted: str
+) -> None:
+    backend = Recorder(max_submitted)
+    next_item = Item(2)
+
+    class Sampled(Item):
+        def done(self, output: StepOutput, span: StepSpan) -> None:
+            compute.put(next_item)
+            compute.later(lambda: backend.calls.append("tell"))
+
+    await run(compute, backend, [Sampled(1)])
+    await compute.call(lambda: None)
+    assert backend.calls[:2] == ["submit 1", "collect 1"]
+    assert backend.calls[2] == wanted
+    assert sorted(backend.calls[2:]) == ["collect 2", "submit 2", "tell"]
+
+
+async def test_the_loop_hears_of_a_step_before_the_thread_waits(compute: ComputeThread) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compute.use(Recorder(2))  # pyright: ignore[reportArgumentType]
+
+    class Sampled(Item):
+        def done(self, output: StepOutput, span: StepSpan) -> None:
+            compute.later(lambda: loop.call_soon_threadsafe(told.set))
+
+    compute.put(Sampled(1))
+    await asyncio.wait_for(told.wait(), 20)
+
+
+async def test_another_thread_waits_for_a_function_between_steps(compute: ComputeThread) -> None:
+    assert await asyncio.to_thread(compute.wait_for, threading.get_ident) == await compute.call(threading.get_ident)
+
+    def fail() -> None:
+        raise ValueError("lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        await asyncio.to_thread(compute.wait_for, fail)
+    await compute.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await asyncio.to_thread(compute.wait_for, threading.get_ident)

@@ -14,7 +14,7 @@ STEPS = range(1, 8)
 
 
 def result(step: int) -> StepResult:
-    return StepResult(sampled=(Sampled(step),))
+    return StepResult(sampled=((Sampled(step),),))
 
 
 def due() -> Retirement:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.backend.types import BlockCopy, BlockRun
+from edgepipe.backend.types import BlockCopy, BlockRun, TierMove
 from edgepipe.errors import RemoteProtocolError, RequestInvalid
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
 from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, sample
@@ -25,6 +25,7 @@ from edgepipe.wire.plans import (
 from tests.support.engine.wire_plans import plan_to_wire
 
 NUM_BLOCKS = 64
+HOST_BLOCKS = 9
 BLOCK_SIZE = 4
 EPOCH = Epoch(1, EngineId("engine"))
 MODEL = ModelBounds(vocab_size=32, context_length=64)
@@ -40,6 +41,7 @@ def new_table() -> SequenceTable:
     return SequenceTable(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
+        host_places=(HOST_BLOCKS,),
         model=MODEL,
         new_sampler=lambda registration, fault: SequenceSampler(
             registration.sampling,
@@ -70,7 +72,7 @@ def plan(step: int = 1, *rows: PlanRow, **fields: object) -> StepPlan:
     return StepPlan(**changes)  # pyright: ignore[reportArgumentType]
 
 
-def row(sequence: int, position: int, num_tokens: int, *runs: tuple[int, int], sample: bool = False) -> PlanRow:
+def row(sequence: int, position: int, num_tokens: int, *runs: tuple[int, int], sample: int = 0) -> PlanRow:
     return PlanRow(SequenceId(sequence), position, num_tokens, sample, tuple(BlockRun(*run) for run in runs))
 
 
@@ -104,7 +106,7 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
                 runs.append((start, data.draw(st.integers(1, 4))))
             known = known + [block for start, count in runs for block in range(start, start + count)]
             naive[sequence] = (known, position + num_tokens, prompt)
-            sample = position + num_tokens >= prompt and data.draw(st.booleans())
+            sample = int(position + num_tokens >= prompt and data.draw(st.booleans()))
             rows.append(row(sequence, position, num_tokens, *runs, sample=sample))
             wanted.append((sequence, known))
             if sample:
@@ -135,9 +137,12 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
         (plan(2, row(1, 3, 0)), "a row without tokens"),
         (plan(2, row(1, 4, 1, (8, 1))), "continues at position 4"),
         (plan(2, row(1, 3, 1), row(1, 3, 1)), "two rows of one sequence"),
-        (plan(2, row(1, 1, 1, sample=True)), "samples inside its prompt"),
+        (plan(2, row(1, 1, 1, sample=1)), "samples inside its prompt"),
         (plan(2, row(1, 3, 1), registers=(SequenceId(2),)), "begins sequence 2 without a registration"),
         (plan(2, row(1, 3, 1), copies=(BlockCopy(0, NUM_BLOCKS),)), "copies block 0 to 64"),
+        (plan(2, row(1, 3, 1), moves=(TierMove(0, NUM_BLOCKS, 0, out=True),)), "moves 64 of memory class 0"),
+        (plan(2, row(1, 3, 1), moves=(TierMove(0, 0, HOST_BLOCKS, out=True),)), "host memory 9"),
+        (plan(2, row(1, 3, 1), moves=(TierMove(1, 0, 0, out=False),)), "memory class 1"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_says_why(bad: StepPlan, why: str) -> None:
@@ -181,17 +186,17 @@ def test_prompt_tokens_are_scored_by_those_before_them() -> None:
     assert first.score_rows.rows.tolist() == [2, 3, 4]
     assert first.score_rows.targets.tolist() == [11, 12, 13]
     assert first.score_rows.num_top == 2
-    last = table.apply(plan(2, row(1, 3, 2, (5, 1), sample=True)))
+    last = table.apply(plan(2, row(1, 3, 2, (5, 1), sample=1)))
     assert last.score_rows is not None
     assert (last.score_rows.rows.tolist(), last.score_rows.targets.tolist()) == ([0], [14])
     assert last.logit_rows == [1]
-    decode = table.apply(plan(3, row(1, 5, 1, sample=True)))
+    decode = table.apply(plan(3, row(1, 5, 1, sample=1)))
     assert decode.score_rows is None
 
 
 def test_a_stage_without_the_head_samples_nothing() -> None:
     table = SequenceTable(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, model=MODEL, new_sampler=None)
-    got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=True), registers=begin(table, register(1, prompt_tokens=3))))
+    got = table.apply(plan(1, row(1, 0, 3, (7, 1), sample=1), registers=begin(table, register(1, prompt_tokens=3))))
     assert got.samples == ()
 
 
@@ -218,7 +223,7 @@ STRANGE = {
 @pytest.mark.parametrize("registration", STRANGE.values(), ids=STRANGE.keys())
 def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(registration: Registration) -> None:
     table = new_table()
-    rows = (row(1, 0, 3, (0, 1), sample=True), row(2, 0, 3, (1, 1), sample=True))
+    rows = (row(1, 0, 3, (0, 1), sample=1), row(2, 0, 3, (1, 1), sample=1))
     got = table.apply(plan(1, *rows, registers=begin(table, registration, register(2, prompt_tokens=3))))
     assert got.score_rows is None, "a device would gather at those ids"
     edits = logit_edits(got.samples)

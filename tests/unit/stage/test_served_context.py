@@ -32,7 +32,7 @@ class Opening:
 
     async def load(self, *, open_weights: Callable[[], Weights], **_others: Any) -> Any:
         self.config = open_weights().config
-        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=())
+        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=(), slow_paths=())
 
     def report(self, report: Any) -> None:
         self.reports.append(report)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, StepRow, WindowRuns
+from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, StepRow, TierMove, WindowRuns
 from edgepipe.ids import SequenceId
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.step_order import StepUses
@@ -106,8 +106,8 @@ def row(sequence: int, blocks: list[int], *, position: int, num_tokens: int = 1)
     return StepRow(sequence=SequenceId(sequence), position=position, num_tokens=num_tokens, runs=runs_of(blocks))
 
 
-def uses_of(*rows: StepRow, copies: tuple[BlockCopy, ...] = ()) -> StepUses:
-    return StepUses(rows, copies, block_size=BLOCK_SIZE)
+def uses_of(*rows: StepRow, copies: tuple[BlockCopy, ...] = (), moves: tuple[TierMove, ...] = ()) -> StepUses:
+    return StepUses(rows, copies, moves, block_size=BLOCK_SIZE)
 
 
 CHUNK = uses_of(row(1, [0, 1, 2], position=4, num_tokens=8))
@@ -124,10 +124,28 @@ CHUNK = uses_of(row(1, [0, 1, 2], position=4, num_tokens=8))
         (uses_of(row(2, [3, 4], position=5), copies=(BlockCopy(2, 5),)), False),
         (uses_of(row(2, [3, 4], position=5), copies=(BlockCopy(5, 0),)), False),
         (uses_of(row(2, [3, 4], position=5), copies=(BlockCopy(0, 5),)), True),
+        (uses_of(row(2, [3, 4], position=5), moves=(TierMove(0, 2, 7, out=True),)), False),  # which the chunk writes
+        (uses_of(row(2, [3, 4], position=5), moves=(TierMove(0, 0, 7, out=False),)), False),  # which the chunk reads
+        (uses_of(row(2, [3, 4], position=5), moves=(TierMove(0, 0, 7, out=True),)), True),
+        (uses_of(row(2, [3, 4], position=5), moves=(TierMove(1, 2, 7, out=True),)), True),  # a slot of states
     ],
 )
 def test_a_decode_passes_a_chunk_that_touches_nothing_of_it(decode: StepUses, allowed: bool) -> None:
     assert decode.may_pass(CHUNK) is allowed
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "allowed"),
+    [
+        (TierMove(0, 3, 7, out=True), TierMove(0, 5, 7, out=False), False),  # the way there and back
+        (TierMove(0, 3, 7, out=False), TierMove(0, 5, 7, out=True), False),  # the place is another block's then
+        (TierMove(0, 3, 7, out=False), TierMove(0, 5, 7, out=False), True),
+        (TierMove(0, 3, 7, out=True), TierMove(1, 5, 7, out=False), True),  # places of another class
+    ],
+)
+def test_moves_of_one_place_keep_their_order(older: TierMove, newer: TierMove, allowed: bool) -> None:
+    first = uses_of(row(1, [8], position=0), moves=(older,))
+    assert uses_of(row(2, [9], position=0), moves=(newer,)).may_pass(first) is allowed
 
 
 def test_a_slot_that_an_older_step_reads_is_not_written_before() -> None:

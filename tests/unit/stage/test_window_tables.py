@@ -34,7 +34,7 @@ def begun() -> SequenceTable:
 
 
 def apply(table: SequenceTable, position: int, count: int, *new: NewWindow, first: bool = False) -> WindowRuns:
-    row = PlanRow(ONE, position, count, False, (BlockRun(0, 64),) if first else (), new)
+    row = PlanRow(ONE, position, count, 0, (BlockRun(0, 64),) if first else (), new)
     plan = StepPlan(epoch=EPOCH, step=StepId(1), last_slice=0, rows=(row,), registers=(ONE,) if first else ())
     return table.apply(plan).rows[0].windows[0]
 
@@ -80,7 +80,7 @@ def test_a_step_brings_its_windows_blocks() -> None:
         sequences=(ONE,),
         positions=(40,),
         num_tokens=(1,),
-        samples=(False,),
+        samples=(0,),
         token_ids=(3,),
         block_rows=(0,),
         block_starts=(0,),

@@ -258,7 +258,7 @@ class Loading:
             self._meanwhile()
 
         await asyncio.to_thread(work)
-        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=())
+        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=(), slow_paths=())
 
 
 async def load(path: Path, link: Link, meanwhile: Callable[[], None]) -> None:

@@ -15,12 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from edgepipe.errors import ConfigInvalid, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.files.progress import PullProgress
+from edgepipe.spec.facts import whole_slice
 from edgepipe.spec.packed import Packed
 from edgepipe.store import quantise
-from edgepipe.store.quantise import quantise_model, quantise_q4_1, quantise_q8_0, whole_slice
+from edgepipe.store.quantise import quantise_model, quantise_q4_1, quantise_q8_0
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.dequantise import as_float32, block_values
 from tests.support.models.files import hf_values, names, random_tensors, source_folder, write_gguf, write_hf_folder
+from tests.support.models.mtp_files import write_mtp_folder
 from tests.support.models.recurrent_files import write_recurrent_folder
 
 
@@ -70,6 +72,18 @@ def test_the_values_of_a_copy_are_near_the_originals(store: ModelStore, target: 
             continue
         error = float(np.mean((found.float32() - exact) ** 2) / np.mean(exact**2))
         assert error < (1e-4 if info.scheme == "Q8_0" else 0.007)
+
+
+@pytest.mark.parametrize("family", ["qwen35", "deepseek_v3"])
+def test_a_copy_has_the_layer_that_drafts(family: str, tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "models")
+    store.pull(str(write_mtp_folder(tmp_path / "model", family)))
+    copy = quantise_model(store, "model", "q8").copy.open_weights()
+    config = copy.config.with_mtp()
+    assert config.has_mtp
+    part = whole_slice(config)
+    found = copy.holding((part,)).weights(part)
+    assert {info.scheme for info in found if "eh_proj" in info.name or "mtp.fc" in info.name} == {"Q8_0"}
 
 
 def test_a_peer_can_read_a_copy(store: ModelStore) -> None:

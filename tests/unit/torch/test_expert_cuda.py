@@ -32,8 +32,9 @@ from edgepipe_torch.cuda.kernels.forms import (  # noqa: E402
     options,
 )
 from edgepipe_torch.cuda.kernels.products import staged_bytes, staged_unit  # noqa: E402
+from edgepipe_torch.cuda.kernels.routing_checking import worst_routing_error  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.layers.routing import choose  # noqa: E402
+from edgepipe_torch.layers.routing import add_gated, choose  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
@@ -261,6 +262,21 @@ def test_results_of_weight_0_may_be_undefined(library: HostExperts) -> None:
     library.routing().add_weighted(results, torch.tensor([[0.0, 2.0], [0.0, 0.0]]), total)
     assert total[:, 0].tolist() == [7.0, 1.0]
     assert (total == total[:, :1]).all()
+
+
+def test_what_surrounds_products_rounds_once(library: HostExperts) -> None:
+    """Choices, weighted sums and gated sums."""
+    assert worst_routing_error(library.routing(), CPU) <= 1
+
+
+def test_a_gated_sum_is_torchs(library: HostExperts) -> None:
+    draw = torch.Generator().manual_seed(8)
+    x, added, total = (torch.randn(3, HIDDEN, generator=draw).bfloat16() for _ in range(3))
+    gate = (torch.randn(1, HIDDEN, generator=draw) / 8).bfloat16()
+    expected = total.clone()
+    add_gated(x, gate, added, expected)
+    library.routing().add_gated(x, gate, added, total)
+    torch.testing.assert_close(total, expected, rtol=0.03, atol=0.03)  # torch rounds between its operations
 
 
 def test_many_rows_are_the_sum_of_parts(library: HostExperts, monkeypatch: pytest.MonkeyPatch) -> None:

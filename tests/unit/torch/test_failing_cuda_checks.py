@@ -216,6 +216,9 @@ MUTANTS = (
     ("taken[expert] = 0;", "taken[expert] = expert == 1;"),
     ("if (weight == 0.0f) continue;", ""),
     ("highest = values[0];\n    synchronise();", "highest = values[0];"),
+    ("(1.0f + expf(-sums[0]))", "(1.0f + expf(sums[0]))"),
+    ("sums[threadIdx.x] = sum;\n    synchronise();", "sums[threadIdx.x] = sum;"),
+    ("row * stride + feature;", "row * features + feature;"),
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.cuda.kernels.checking import random_packed, worst_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_error, worst_gated_error  # noqa: E402
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
 from edgepipe_torch.cuda.kernels.forms import PRODUCT_FILES, KernelForm, kernel_form, kernel_source, options  # noqa: E402
 from edgepipe_torch.cuda.kernels.library import CompiledKernels  # noqa: E402
@@ -41,6 +41,14 @@ Modules = dict[KernelForm, HostModule]
 def test_products_round_once(name: str, host_modules: Modules) -> None:
     form = FORMS[name]
     assert worst_error(Products(host_modules[form], form, multiprocessors=2), form, CPU) <= 1
+
+
+@pytest.mark.parametrize(("name", "multiprocessors"), [("Q4_K", 1), ("Q6_K", 200), ("MXFP4", 3)])
+def test_activations_of_gates_and_ups_round_once(name: str, multiprocessors: int, host_modules: Modules) -> None:
+    """Few multiprocessors: a block takes four gates and their ups. Many: one of each."""
+    form = FORMS[name]
+    products = Products(host_modules[form], form, multiprocessors=multiprocessors)
+    assert worst_gated_error(products, form, CPU, features=80, rows=(1, 9, 33)) <= 1
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4, 200])
@@ -101,15 +109,17 @@ def _codes_of_plane(words: np.ndarray, bits: int) -> np.ndarray:
     st.integers(1, 250),
     st.integers(1, MOST_ROWS),
     st.integers(1, 200),
+    st.booleans(),
 )
 def test_launches_fit_shared_memory(
-    name: str, row_tiles: int, input_tiles: int, rows: int, multiprocessors: int
+    name: str, row_tiles: int, input_tiles: int, rows: int, multiprocessors: int, gated: bool
 ) -> None:
     form = FORMS[name]
-    down = warps_down(form, row_tiles, rows, multiprocessors)
+    down = warps_down(form, row_tiles, rows, multiprocessors, gated=gated)
     tiles = column_tiles_of(rows)
     chunk = staged_inputs(form, input_tiles, rows, down, column_tiles=tiles)
     assert 8 % down == 0
+    assert down > 1 or not gated
     assert chunk > 0
     assert chunk % (8 // down * 128) == 0
     assert staged_bytes(form, rows, chunk, column_tiles=tiles) <= SHARED_BYTES

@@ -39,8 +39,9 @@ GLM = PagedForm(head_dim=576, value_dim=512, head_tiles=2)
 DEEPSEEK = PagedForm(head_dim=576, value_dim=512, head_tiles=4)
 MINICPM = PagedForm(head_dim=288, value_dim=256, head_tiles=2)
 SMALL = PagedForm(head_dim=128, value_dim=128, head_tiles=1)
+NARROW = PagedForm(head_dim=64, value_dim=64, head_tiles=1)
 LATENT = PagedForm(head_dim=160, value_dim=128, head_tiles=2)
-FORMS = (GEMMA_4, DEEPSEEK, MINICPM, SMALL, LATENT)
+FORMS = (GEMMA_4, DEEPSEEK, MINICPM, SMALL, NARROW, LATENT)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 Modules = dict[PagedForm, HostModule]
@@ -60,7 +61,7 @@ def kernel_of(modules: Modules, form: PagedForm, multiprocessors: int = 3) -> Pa
 
 class TestValues:
     @pytest.mark.parametrize("multiprocessors", [1, 20, 1000])
-    @pytest.mark.parametrize("form", [SMALL, LATENT], ids=["small", "latent"])
+    @pytest.mark.parametrize("form", [SMALL, NARROW, LATENT], ids=["small", "narrow", "latent"])
     def test_the_check_at_load_passes(self, form: PagedForm, multiprocessors: int, modules: Modules) -> None:
         """With one part, some, and as many as there may be."""
         assert worst_decode_error(kernel_of(modules, form, multiprocessors), form, CPU) <= 1
@@ -72,7 +73,7 @@ class TestValues:
 
     @settings(max_examples=40, deadline=None)
     @given(
-        form=st.sampled_from([SMALL, LATENT]),
+        form=st.sampled_from([SMALL, NARROW, LATENT]),
         lengths=st.lists(st.one_of(st.integers(0, 300), st.sampled_from([64, 65, 128, 192])), min_size=1, max_size=4),
         group=st.integers(1, 40),
         kv_heads=st.integers(1, 3),
@@ -224,7 +225,7 @@ class TestForms:
         ("head_dim", "value_dim", "reason"),
         [
             (80, 80, "not 80 and 80"),
-            (64, 64, "not 64 and 64"),
+            (192, 192, "not 192 and 192"),
             (576, 448, "not 576 and 448"),
             (520, 512, "not 520 and 512"),
             (4096, 4096, "not of 4096 numbers"),

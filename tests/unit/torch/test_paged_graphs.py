@@ -18,12 +18,13 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.cuda.graphs import can_replay  # noqa: E402
+from edgepipe_torch.layers.experts import EachExpert  # noqa: E402
 from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.spec.layer_spec import Latent  # noqa: E402
+from edgepipe.spec.layer_spec import Experts, Latent, Router  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
@@ -131,12 +132,33 @@ class TestRounding:
         decoded(Twins(num_blocks=350), [1, 3, 16, 70, 2, 3, 15, 16, 1, 64, 33, 1, 60, 4, 4, 4, 70, 33])
 
 
+class TestWindowsOfDrafts:
+    @pytest.mark.parametrize("config", [TINY, WINDOW, UNGROUPED], ids=["tiny", "window", "ungrouped"])
+    def test_each_token_sees_those_before_it(self, config: Any) -> None:
+        """Windows of a lone sequence and beside another; the next one begins behind some of its tokens."""
+        twins, random = Twins(config, num_blocks=80), np.random.default_rng(5)
+        first, second = [(0, 1), (7, 3), (20, 20)], [(2, 2), (45, 30)]
+        for table in (first, second):
+            twins.step([step_row(0, 9, *table)], random.integers(0, 31, 9))
+        at = other = 9
+        for turn, count in enumerate([2, 8, 2, 5, 8, 3, 8, 5, 8, 7]):
+            rows = [step_row(at, count, *first)]
+            if turn % 2:
+                rows.append(step_row(other, 1 + turn % 3, *second))
+                other += 1
+            twins.step(rows, random.integers(0, 31, sum(row.num_tokens for row in rows)))
+            at += int(random.integers(1, count + 1))
+        twins.finish()
+        assert sum(graph.num_replays for graph in twins.graphs) >= 5
+
+
 class TestWhichStepsReplay:
     @pytest.mark.parametrize("head", [False, True])
     def test_single_tokens(self, head: bool) -> None:
         assert can_replay(layout(singles(3, 0)), head=head)
         assert not can_replay(layout(singles(65, 0)), head=head)
-        assert not can_replay(layout([*singles(2, 0), step_row(0, 2, (9, 1))]), head=head)
+        assert can_replay(layout([*singles(2, 0), step_row(0, 2, (9, 1))]), head=head)
+        assert not can_replay(layout([*singles(2, 0), step_row(0, 9, (9, 3))]), head=head)
         assert not can_replay(layout([]), head=head)
 
     def test_only_if_every_row_is_sampled_from_in_its_order(self) -> None:
@@ -175,6 +197,39 @@ class TestSurplusRows:
             crowd.decode(3)
         twins.finish()
         assert max(graph.num_replays for graph in twins.graphs) > 2
+
+    @pytest.mark.parametrize("cut", [False, True], ids=["from ids", "from activations"])
+    def test_with_experts_they_choose_those_of_the_first_row(self, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three sequences take a graph of four rows, whose first run is not recorded."""
+        chosen: list[Any] = []
+        original = EachExpert.add
+
+        def add(self: EachExpert, x: Any, own: Any, weights: Any, total: Any) -> None:
+            chosen.append(own.clone())
+            original(self, x, own, weights, total)
+
+        monkeypatch.setattr(EachExpert, "waits", False)  # as those of CUDA do not
+        monkeypatch.setattr(EachExpert, "add", add)
+        mixed = Experts(count=16, used=3, inner=16, router=Router())
+        config = replace(TINY, layers=tuple(replace(spec, dense=None, experts=mixed) for spec in TINY.layers))
+        whole = [LayerRange(0, 1), LayerRange(1, 2)] if cut else [LayerRange(0, 2)]
+        stages: list[TorchBackend] = []
+        for part in make_slices(whole, 2):
+            options = BackendOptions(device="cpu", activation_type=ActivationType.FLOAT32, threads=1)
+            stages.append(TorchBackend(options, device=CudaOnHost(paging=cpu_paging(page_tokens=4))))
+            stages[-1].load([part], TinyWeights(config), lambda _progress: None)
+            stages[-1].allocate_kv(num_blocks=12, block_size=4)
+        ids: Any = np.arange(27, dtype=np.int32)
+        for at, count in ((0, 9), (9, 1)):
+            rows = [step_row(at, count, (3 * index, 3), sequence=index + 1) for index in range(3)]
+            chosen.clear()
+            data: Any = ids[: 3 * count]
+            for index, stage in enumerate(stages):
+                data = run_step(stage, make_step(rows, slice_index=index), data)
+        assert [tuple(each.shape) for each in chosen] == [(4, 3), (4, 3)]
+        for each in chosen:
+            assert each[3].tolist() == each[0].tolist()
+            assert len({tuple(row) for row in each[:3].tolist()}) > 1
 
     def test_a_row_that_is_no_number_spoils_no_later_step(self) -> None:
         """Activations of a row with NaN stay in the buffer of arrivals behind the next step's rows."""
@@ -246,8 +301,8 @@ class TestStaleness:
         for length in range(9, 16):
             found = run_step(backend, make_step([step_row(length, 1, (0, 5))]), prompt[length : length + 1])
             np.testing.assert_allclose(found[0], expected[length], rtol=0, atol=0.2 * np.abs(expected).max())
-            for other in range(3, 9) if length > 9 else ():  # the second step records
-                run_step(backend, make_step([step_row(0, other, (8, 3))]), prompt[:other])
+            for other in range(9, 15) if length > 9 else ():  # the second step records
+                run_step(backend, make_step([step_row(0, other, (8, 4))]), prompt[:other])
 
     def test_candidates_outlive_later_steps(self) -> None:
         options = BackendOptions(device="cpu", dtype="float32", threads=1, settings={"sampling": "device"})

@@ -18,6 +18,7 @@ from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
 from edgepipe_torch.cuda.graphs import DecodeGraphs  # noqa: E402
 from edgepipe_torch.cuda.paging import PagedDecode  # noqa: E402
+from edgepipe_torch.layers.attention import SHORT_ROWS  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import LayerHeads  # noqa: E402
 
@@ -100,14 +101,15 @@ def test_attention_of_sequences(config: ModelConfig) -> None:
 @pytest.mark.parametrize("own_kernels", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_over_pages(name: str, own_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of a single token is a graph's, unless a layer has no kernel over pages: it attends beside them."""
+    """Steps of up to eight tokens are graphs, unless a layer has no kernel over pages: it attends beside them."""
     used: list[int] = []
     run_graph = DecodeGraphs.run
     monkeypatch.setattr(DecodeGraphs, "run", lambda *given: (used.append(1), run_graph(*given))[1])
     source = TinyWeights(CASES[name])
     paging = cpu_paging(page_tokens=16, decode=reference_decode if own_kernels else refuse)
     assert_close(run([TorchBackend(options(), device=CudaOnHost(paging=paging))], source), expected(source))
-    assert len(used) == (0 if "capped" in name and not own_kernels else CHUNKS.count(1))
+    short = sum(size <= SHORT_ROWS for size in CHUNKS) + 1  # and the three tokens behind them
+    assert len(used) == (0 if "capped" in name and not own_kernels else short)
 
 
 def refuse(_heads: LayerHeads) -> PagedDecode:
@@ -127,23 +129,25 @@ def test_attention_by_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed_kv", [False, True])
-def test_kernels_for_values_within_keys_are_right(packed_kv: bool) -> None:
+@pytest.mark.parametrize(("kv", "sizes"), [("", (72, 56)), ("8bit", (72, 56)), ("4bit", (80, 64)), ("4bit", (112, 64))])
+def test_kernels_for_values_within_keys_are_right(kv: str, sizes: tuple[int, int]) -> None:
     """They compare themselves with results in float64 when they are compiled."""
     kernels = cpu_kernels()
     assert isinstance(kernels, CpuKernels)
-    kernels.heads(72, 56, packed_kv=packed_kv)
+    kernels.heads(*sizes, kv=kv)
 
 
 @needs_kernels
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_attention_to_codes(config: ModelConfig) -> None:
+@pytest.mark.parametrize(("kv", "near", "rounding"), [("8bit", 0.05, 3e-3), ("4bit", 0.5, 5e-2)])
+def test_attention_to_codes(config: ModelConfig, kv: str, near: float, rounding: float) -> None:
+    assert config.keeps_kv_as(kv)
     source = Packed(config)
-    without = CpuDevice(torch.float32, packed_kv=True, kernels=KernelsUnavailable("for a test"))
-    by_torch = run([TorchBackend(options(kv="8bit"), device=without)], source)
-    assert_close(by_torch, expected(source), within=0.05)
+    without = CpuDevice(torch.float32, kv=kv, kernels=KernelsUnavailable("for a test"))
+    by_torch = run([TorchBackend(options(kv=kv), device=without)], source)
+    assert_close(by_torch, expected(source), within=near)
     # A code may differ by one, where rotations round differently.
-    assert_close(run([TorchBackend(options(kv="8bit"))], source), by_torch, within=3e-3)
+    assert_close(run([TorchBackend(options(kv=kv))], source), by_torch, within=rounding)
 
 
 def test_a_kind_of_norm_that_torch_does_not_compute_is_refused_before_anything_is_read() -> None:

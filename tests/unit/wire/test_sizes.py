@@ -127,7 +127,7 @@ def test_a_step_that_scores_and_fails_as_much_as_it_can_is_told_in_one_message()
     done = StepDone(
         epoch=Epoch(1, EngineId("engine-0123456789abcdef")),
         step=StepId(1 << 40),
-        ids=(VOCABULARY - 1,) * rows,
+        ids=((VOCABULARY - 1,),) * rows,
         logprobs=tuple((row, entry) for row in range(rows)),
         prompt_logprobs=tuple(
             (SequenceId((1 << 32) - 1), PromptLogprobs(position=100_000, tokens=(entry,) * (tokens // rows)))

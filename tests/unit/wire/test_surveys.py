@@ -65,8 +65,8 @@ def test_8_bit_kv_takes_a_byte_a_value_and_two_a_head() -> None:
     values = 2 * 36 * first_attention(CONFIG).num_kv_heads
     assert plain.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * first_attention(CONFIG).head_dim * 2
     assert packed.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * (first_attention(CONFIG).head_dim + 2)
-    with pytest.raises(ConfigInvalid, match="cannot be kept as '4bit'"):
-        CONFIG.kv_bytes_per_token(form="4bit")
+    with pytest.raises(ConfigInvalid, match="cannot be kept as '3bit'"):
+        CONFIG.kv_bytes_per_token(form="3bit")
 
 
 def test_a_survey_of_an_earlier_version_describes_floats() -> None:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from edgepipe.errors import EdgepipeError, StageError
-from edgepipe_torch.cuda.kernels.checking import worst_error, worst_expert_error
+from edgepipe_torch.cuda.kernels.checking import worst_error, worst_expert_error, worst_gated_error
 from edgepipe_torch.cuda.kernels.driver import Module
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, RoutingKernels
 from edgepipe_torch.cuda.kernels.forms import (
@@ -23,6 +23,8 @@ from edgepipe_torch.cuda.kernels.forms import (
     FUNCTIONS,
     PAGED_FILES,
     PAGED_FUNCTIONS,
+    PLACE_FILES,
+    PLACE_FUNCTIONS,
     PRODUCT_FILES,
     ROUTING_FILES,
     ROUTING_FUNCTIONS,
@@ -31,6 +33,8 @@ from edgepipe_torch.cuda.kernels.forms import (
 )
 from edgepipe_torch.cuda.kernels.paged_checking import worst_decode_error
 from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm
+from edgepipe_torch.cuda.kernels.place_checking import worst_place_error
+from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads
 from edgepipe_torch.cuda.kernels.products import Products
 from edgepipe_torch.cuda.kernels.recurrent_checking import worst_step_error
 from edgepipe_torch.cuda.kernels.recurrent_step import MixerStep, StepForm
@@ -67,6 +71,7 @@ class CheckedLibrary:
         self._experts = _Known(self._load_experts)
         self._routing = _Known(self._load_routing)
         self._paged = _Known(self._load_paged)
+        self._place = _Known(self._load_place)
         self._mixer_steps = _Known(self._load_mixer_step)
 
     def products(self, form: KernelForm) -> Products:
@@ -85,6 +90,10 @@ class CheckedLibrary:
         """Return attention over pages. See ``products``."""
         return self._paged.get(form)
 
+    def place_heads(self) -> PlaceHeads:
+        """Return what normalises, rotates and writes heads. See ``products``."""
+        return self._place.get(None)
+
     def mixer_step(self, form: StepForm) -> MixerStep:
         """Return what computes one token of recurrent layers. See ``products``."""
         return self._mixer_steps.get(form)
@@ -95,7 +104,9 @@ class CheckedLibrary:
             form.macros,
             FUNCTIONS,
             lambda module: Products(module, form, multiprocessors=self._multiprocessors),
-            lambda products: worst_error(products, form, self._device),
+            lambda products: max(
+                worst_error(products, form, self._device), worst_gated_error(products, form, self._device)
+            ),
         )
 
     def _load_experts(self, form: KernelForm) -> ExpertKernels:
@@ -124,6 +135,11 @@ class CheckedLibrary:
             PAGED_FUNCTIONS,
             lambda module: PagedDecode(module, form, multiprocessors=self._multiprocessors),
             lambda kernel: worst_decode_error(kernel, form, self._device),
+        )
+
+    def _load_place(self, _key: None) -> PlaceHeads:
+        return self._load(
+            PLACE_FILES, {}, PLACE_FUNCTIONS, PlaceHeads, lambda kernel: worst_place_error(kernel, self._device)
         )
 
     def _load_mixer_step(self, form: StepForm) -> MixerStep:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from edgepipe.spec.layer_spec import Activation
 from edgepipe.spec.packed import GroupValues, Packed, split_planes
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, RoutingKernels
@@ -50,6 +51,51 @@ def worst_error(
         bound = _BF16_ROUNDING * np.abs(expected) + _FLOAT32_SUMS * (np.abs(inputs) @ np.abs(exact).T)
         errors.append(np.abs(out.double().cpu().numpy() - expected) / bound)
     return _largest(errors)
+
+
+def worst_gated_error(
+    products: Products, form: KernelForm, device: torch.device, *, features: int = 48, rows: Sequence[int] = (1, 20)
+) -> float:
+    """Return the largest error of the activations of random gates and ups, in units of its bound; see worst_error.
+
+    features  of gates, and of ups
+    """
+    rng = np.random.default_rng(7)
+    weight = random_packed(form, 2 * features, _in_features(form), rng)
+    tiled = TiledWeight(form, *weight.shape, device)
+    tiled.fill(0, weight)
+    exact = weight.float32().astype(np.float64)
+    bias = torch.from_numpy(rng.standard_normal(2 * features, np.float32)).to(torch.bfloat16)
+    size = np.abs(exact).sum(axis=1).mean()  # so that gates are where their activations bend
+    errors: list[npt.NDArray[np.float64]] = []
+    for count in rows:
+        x = torch.from_numpy(rng.standard_normal((count, weight.shape[1]), np.float32) * 16 / size).to(torch.bfloat16)
+        inputs = x.double().numpy()
+        sums = inputs @ exact.T + bias.double().numpy()
+        noise = _FLOAT32_SUMS * (np.abs(inputs) @ np.abs(exact).T + np.abs(bias.double().numpy()))
+        for activation, activated in EXACT_ACTIVATIONS.items():
+            out = torch.empty(count, features, dtype=torch.bfloat16, device=device)
+            products.affine_mm(tiled, x.to(device), out, bias=bias.to(device), add=False, activation=activation)
+            expected = activated(sums[:, :features], sums[:, features:])
+            steep = 1.2 * (1 + np.abs(sums))  # an upper bound of each activation's slopes
+            lost = steep[:, features:] * noise[:, :features] + steep[:, :features] * noise[:, features:]
+            errors.append(np.abs(out.double().cpu().numpy() - expected) / (_BF16_ROUNDING * np.abs(expected) + lost))
+    return _largest(errors)
+
+
+def _gelu_tanh(gate: npt.NDArray[np.float64], up: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def _clamped(gate: npt.NDArray[np.float64], up: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+EXACT_ACTIVATIONS: Mapping[
+    Activation, Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+] = {"silu": lambda gate, up: gate / (1 + np.exp(-gate)) * up, "gelu_tanh": _gelu_tanh, "clamped_swiglu": _clamped}
+"""Activations of gates and ups in float64."""
 
 
 def worst_expert_error(

@@ -33,19 +33,6 @@ struct RunRows {
     }
 };
 
-DEVICE float activated(float gate, float up, int activation) {
-    if (activation == 1) {  // gelu, tanh's approximation
-        const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-        return 0.5f * gate * (1.0f + tanhf(inner)) * up;
-    }
-    if (activation == 2) {  // gpt-oss
-        gate = gate > 7.0f ? 7.0f : gate;
-        up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-        return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
-    }
-    return gate / (1.0f + expf(-gate)) * up;  // silu
-}
-
 // Write out[pair, o] = x[pair / each] . weight[expert, o] (+ bias[expert, o]) in bf16; with ``activation`` >= 0, that of
 // gates and ups, o counting those. A run has up to 8 * COLUMN_TILES pairs.
 template <int COLUMN_TILES, bool PARTLY>

@@ -15,6 +15,7 @@ from edgepipe.spec.layer_spec import Activation, Router
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, THREADS, Module
 from edgepipe_torch.cuda.kernels.forms import KernelForm
 from edgepipe_torch.cuda.kernels.products import (
+    ACTIVATION_CODES,
     WARPS,
     WeightStruct,
     partial_bytes,
@@ -26,7 +27,6 @@ from edgepipe_torch.cuda.kernels.products import (
 _COLUMN_TILES = (1, 2, 8)  # sizes in tiles of 8 pairs of a run
 _SKEW = 4  # an expert's pairs beyond so many times the mean go to further runs
 _FULL_LOAD = 0.9  # least share of busy multiprocessors, as for other products
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 _MOST_BLOCKS = 1024  # limit of the weighted sum's blocks
 
 
@@ -60,7 +60,7 @@ def most_runs(rows: int, used: int, experts: int, most: int) -> int:
 
 
 class RoutingKernels:
-    """Choose experts, sort pairs by expert, and sum a row's results."""
+    """Choose experts, sort pairs by expert, and sum a row's results, those of a gated part, too."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -148,6 +148,29 @@ class RoutingKernels:
             ),
         )
 
+    def add_gated(self, x: Tensor, gate: Tensor, added: Tensor, total: Tensor) -> None:
+        """See ``layers.routing.add_gated``; bf16, columns adjoin."""
+        assert gate.is_contiguous()
+        assert x.stride(1) == added.stride(1) == total.stride(1) == 1
+        if not x.shape[0]:
+            return
+        self._module.launch(
+            "add_gated",
+            blocks=x.shape[0],
+            shared_bytes=4 * THREADS,
+            arguments=(
+                _pointer(x),
+                ctypes.c_int(x.stride(0)),
+                _pointer(gate),
+                ctypes.c_int(x.shape[1]),
+                _pointer(added),
+                ctypes.c_int(added.stride(0)),
+                ctypes.c_int(total.shape[1]),
+                _pointer(total),
+                ctypes.c_int(total.stride(0)),
+            ),
+        )
+
 
 class ExpertKernels:
     """Kernels of one form on one device."""
@@ -195,7 +218,7 @@ class ExpertKernels:
                 _pointer(out),
                 ctypes.c_int(out.stride(0)),
                 ctypes.c_void_p(None) if bias is None else _pointer(bias),
-                ctypes.c_int(-1 if activation is None else _ACTIVATIONS[activation]),
+                ctypes.c_int(-1 if activation is None else ACTIVATION_CODES[activation]),
                 ctypes.c_int(blocks),
                 ctypes.c_int(chunk),
                 ctypes.c_int(down),

@@ -17,7 +17,8 @@ from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 TILE_ROWS, TILE_INPUTS = 16, 128
 FUNCTIONS = ("affine_mm_1", "affine_mm_2", "affine_mm_4", "affine_mm_8", "dequantise")
 EXPERT_FUNCTIONS = ("expert_mm_1", "expert_mm_2", "expert_mm_8")
-ROUTING_FUNCTIONS = ("choose", "sort_pairs", "add_weighted")
+ROUTING_FUNCTIONS = ("choose", "sort_pairs", "add_weighted", "add_gated")
+PLACE_FUNCTIONS = ("place_heads",)
 PAGED_FUNCTIONS = ("attend_parts", "merge_parts")
 
 _OFFSETS = {"none": 0, "zero": 1, "zeros": 2, "added": 3}
@@ -155,6 +156,7 @@ WIDE_FORM = KernelForm(
 
 PRODUCT_FILES = ("common.cuh", "packed.cu", "products.cu")
 ROUTING_FILES = ("common.cuh", "routing.cu")
+PLACE_FILES = ("common.cuh", "place_heads.cu")
 PAGED_FILES = ("common.cuh", "paged_decode.cu")
 EXPERT_MACROS = {"EXPERTS": "1"}
 

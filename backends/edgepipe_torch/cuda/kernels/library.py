@@ -16,6 +16,7 @@ from edgepipe_torch.cuda.kernels.driver import CudaModule
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, RoutingKernels
 from edgepipe_torch.cuda.kernels.forms import KernelForm, kernel_source, options
 from edgepipe_torch.cuda.kernels.nvrtc import Nvrtc, find_nvrtc
+from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads
 from edgepipe_torch.cuda.kernels.products import Products
 from edgepipe_torch.layers.compiled_code import CodeCache, KernelsUnavailable
 
@@ -29,6 +30,14 @@ class KernelLibrary(Protocol):
 
     def products(self, form: KernelForm) -> Products:
         """Return the kernels of a form. The first call of a form may take seconds. Raises KernelsUnavailable."""
+        ...
+
+
+class PlaceLibrary(Protocol):
+    """Source of the kernel that places heads."""
+
+    def place_heads(self) -> PlaceHeads:
+        """Return the kernel. The first call may take seconds. Raises KernelsUnavailable."""
         ...
 
 

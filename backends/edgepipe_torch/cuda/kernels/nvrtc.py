@@ -75,11 +75,22 @@ def find_nvrtc(major: int | None, torch_folder: Path | None = None) -> Nvrtc:
     majors = (13, 12) if major is None else (major,)
     for name in _candidates(majors, torch_folder):
         try:
+            _load_builtins(Path(name))
             return Nvrtc(ctypes.CDLL(name), name)
         except (OSError, AttributeError):
             continue
     package = "nvidia-cuda-nvrtc-cu12" if majors[0] == 12 else "nvidia-cuda-nvrtc"
     raise KernelsUnavailable("NVRTC, which compiles the CUDA kernels, was not found", remedy=f"pip install {package}")
+
+
+def _load_builtins(nvrtc: Path) -> None:
+    """Load what NVRTC opens by name when it compiles. The loader does not look for it beside NVRTC 13's library.
+
+    ``nvrtc``: a file, or a name that the loader looks up, as it then does for the other.
+    """
+    if nvrtc.is_absolute():
+        for file in sorted(nvrtc.parent.glob("*nvrtc-builtins*")):
+            ctypes.CDLL(str(file))
 
 
 def _candidates(majors: Sequence[int], torch_folder: Path | None) -> Iterator[str]:

@@ -158,22 +158,24 @@ struct RowScales {
 
 // The bf16 levels (or one term of them) of codes (w, j, h = 0) and (w, j, h = 1); ``shift``: -(128 + zero), or -zero for 8 bits.
 DEVICE u32 level_pair(u32 low, u32 high, int w, int j, u32 shift, const u32 *table) {
-    const u32 lower = low >> (4 * j) & (15 * FULL_PAIRS);
 #if defined(LEVELS)
+    const u32 lower = low >> (4 * j) & (15 * FULL_PAIRS);
     return table[(lower | lower >> 12) & 255];
 #elif HIGH == 0
-    return fma_bf16_pair(BF16_128 | lower, BF16_ONE, shift);
+    return fma_bf16_pair(masked_or(low >> (4 * j), 15 * FULL_PAIRS, BF16_128), BF16_ONE, shift);
 #else
     const u32 higher = high >> (HIGH * (j + 4 * (w % (4 / HIGH)))) & (((1u << HIGH) - 1) * FULL_PAIRS);
 #if E4M3
+    const u32 lower = low >> (4 * j) & (15 * FULL_PAIRS);
     const u32 bits = (higher & (8 * FULL_PAIRS)) << 12 | (higher & (7 * FULL_PAIRS)) << 8 | lower << 4;
     return fma_bf16_pair(bits, 0x7B807B80u, 0);  // exponents of bf16 are biased by 127, of e4m3 by 7: times 2^120
 #elif HIGH == 4
     const u32 centred = fma_bf16_pair(BF16_128 | higher, BF16_ONE, 0xC308C308u);  // minus 136: -8 to 7
-    const u32 ones = fma_bf16_pair(BF16_128 | lower, BF16_ONE, shift);           // 128 more than the lower bits
-    return fma_bf16_pair(centred, 0x41804180u, ones);                             // times 16
+    const u32 ones = fma_bf16_pair(masked_or(low >> (4 * j), 15 * FULL_PAIRS, BF16_128), BF16_ONE, shift);
+    return fma_bf16_pair(centred, 0x41804180u, ones);  // times 16, and ones of 128 more than the lower bits
 #else
-    return fma_bf16_pair(BF16_128 | lower | higher << 4, BF16_ONE, shift);
+    const u32 lower = masked_or(low >> (4 * j), 15 * FULL_PAIRS, BF16_128);
+    return fma_bf16_pair(lower | higher << 4, BF16_ONE, shift);
 #endif
 #endif
 }

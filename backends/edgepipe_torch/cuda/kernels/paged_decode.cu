@@ -1,7 +1,8 @@
 // Attention of single rows over pages, in two passes over a row's keys: parts of them, then the sum of the parts.
 //
 // It serves heads that FlashAttention-2 excludes: larger ones, values that are the first numbers of their keys, and
-// capped logits. HEAD_DIM is a multiple of 32, VALUE_DIM of 128, a page's tokens of TILE_KEYS.
+// capped logits; and all heads where torch's kernel reads no pages. HEAD_DIM is a multiple of 32, VALUE_DIM is 64 or a
+// multiple of 128, a page's tokens are a multiple of TILE_KEYS.
 //
 // A block takes a part of a row's keys, and up to HEADS query heads of one kv head. For each tile of keys,
 //   1. warp w multiplies all heads with keys 8w to 8w + 7, and shares each head's highest logit,
@@ -15,6 +16,7 @@
 #define QUERY_PITCH (HEAD_DIM % 64 ? HEAD_DIM : HEAD_DIM + 32)  // rows of odd multiples of 64 bytes: see ``logits_of``
 #define WEIGHT_PITCH (TILE_KEYS + 16)
 #define LANE_DIMS (VALUE_DIM / WARPS / 8)  // numbers of a value that a lane reads
+#define LANE_WORDS ((LANE_DIMS + 1) / 2)   // words that hold them
 
 struct Sequences {
     const u16 *queries;  // [.., heads, HEAD_DIM], ``query_stride`` from row to row
@@ -104,14 +106,16 @@ DEVICE void add_values(
     int t) {
 #pragma unroll
     for (int chunk = 0; chunk < TILE_KEYS; chunk += 16) {
-        u32 words[4][LANE_DIMS / 2];
+        u32 words[4][LANE_WORDS];
 #pragma unroll
         for (int each = 0; each < 4; each++) {
             const int key = chunk + 4 * t + each;
-            if (key >= low && key < high) {
-                load_words(words[each], values + key * stride);
+            if (key < low || key >= high) {
+                for (int word = 0; word < LANE_WORDS; word++) words[each][word] = 0;
+            } else if constexpr (LANE_DIMS == 1) {
+                words[each][0] = values[key * stride];
             } else {
-                for (int word = 0; word < LANE_DIMS / 2; word++) words[each][word] = 0;
+                load_words(words[each], values + key * stride);
             }
         }
 #pragma unroll
@@ -121,11 +125,12 @@ DEVICE void add_values(
             const uint2 lower = *reinterpret_cast<const uint2 *>(from + 8 * WEIGHT_PITCH);
             const u32 own[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
-            for (int word = 0; word < LANE_DIMS / 2; word++) {
+            for (int word = 0; word < LANE_WORDS; word++) {
                 const u32 a = words[0][word], b = words[1][word], c = words[2][word], d = words[3][word];
                 multiply_tiles(sums[tile][2 * word], own, (a & 0xFFFFu) | b << 16, (c & 0xFFFFu) | d << 16);
-                multiply_tiles(
-                    sums[tile][2 * word + 1], own, a >> 16 | (b & 0xFFFF0000u), c >> 16 | (d & 0xFFFF0000u));
+                if constexpr (LANE_DIMS > 1)
+                    multiply_tiles(
+                        sums[tile][2 * word + 1], own, a >> 16 | (b & 0xFFFF0000u), c >> 16 | (d & 0xFFFF0000u));
             }
         }
     }

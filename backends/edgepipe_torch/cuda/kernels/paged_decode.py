@@ -54,9 +54,9 @@ class PagedForm:
 
 def paged_form(heads: LayerHeads) -> PagedForm:
     """Return what to compile for a layer's heads. Raises KernelsUnavailable."""
-    if heads.head_dim % 32 or heads.out_dim % 128:
+    if heads.head_dim % 32 or (heads.out_dim % 128 and heads.out_dim != 64):
         raise KernelsUnavailable(
-            f"own kernels need keys with multiples of 32 numbers and values of 128,"
+            f"own kernels need keys with multiples of 32 numbers and values of 64 or multiples of 128,"
             f" not {heads.head_dim} and {heads.out_dim}"
         )
     forms = [PagedForm(head_dim=heads.head_dim, value_dim=heads.out_dim, head_tiles=tiles) for tiles in _HEAD_TILES]

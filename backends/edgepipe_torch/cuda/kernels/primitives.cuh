@@ -2,6 +2,8 @@
 // NVRTC finds no CUDA headers on a user's machine, so conversions and tensor-core products are written in PTX.
 
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256) name
+// A kernel of which four blocks share a multiprocessor's registers.
+#define KERNEL_OF_FOUR(name) extern "C" __global__ void __launch_bounds__(256, 4) name
 #define DEVICE __device__ __forceinline__
 #define SHARED_MEMORY(name)              \
     extern __shared__ uint4 name##_16[]; \
@@ -29,6 +31,13 @@ DEVICE float widen_half(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+}
+
+// (value & mask) | set, in one instruction: with two constants the compiler would take two.
+DEVICE u32 masked_or(u32 value, u32 mask, u32 set) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(value), "r"(mask), "r"(set));
+    return result;
 }
 
 // a * b + c for two bf16 at once, rounded once.

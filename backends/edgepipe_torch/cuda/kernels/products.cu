@@ -59,6 +59,20 @@ DEVICE float total_of(const float *partial, int warps_down, int down, int index)
     return total;
 }
 
+// The activation of a gate and an up product, in float32.
+DEVICE float activated(float gate, float up, int activation) {
+    if (activation == 1) {  // gelu, tanh's approximation
+        const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+        return 0.5f * gate * (1.0f + tanhf(inner)) * up;
+    }
+    if (activation == 2) {  // gpt-oss
+        gate = gate > 7.0f ? 7.0f : gate;
+        up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+        return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
+    }
+    return gate / (1.0f + expf(-gate)) * up;  // silu
+}
+
 // Multiply up to 8 * COLUMN_TILES rows of a job by its row tiles; return partial sums [warps, 4 * COLUMN_TILES, 32].
 //
 // A job has ``inputs(row)``, a row's inputs, and ``row_tile(down)``, a tile of the weight or -1. PARTLY: fewer rows than
@@ -112,48 +126,63 @@ DEVICE const float *multiply_rows(
 struct AllRows {
     const u16 *x;
     int x_stride;
-    int row_tiles;
+    int tiles;  // of each part
+    int apart;  // row tiles from a gate to its up; 0: one part
     int warps_down;
 
     DEVICE const u16 *inputs(int row) const { return x + static_cast<u64>(row) * x_stride; }
 
+    // With gates and ups, even warps take gates and odd ones their ups.
     DEVICE int row_tile(int down) const {
-        const int tile = blockIdx.x * warps_down + down;
-        return tile < row_tiles ? tile : -1;
+        const int parts = apart ? 2 : 1;
+        const int tile = (blockIdx.x * warps_down + down) / parts;
+        return tile < tiles ? tile + (down % parts) * apart : -1;
     }
 };
 
 // Write out[row, o] = x[row] . weight[o] (+ bias[o]) (+ out[row, o]) in bf16, for up to 8 * COLUMN_TILES rows.
+// With ``activation`` >= 0, the weight holds gates, then as many ups, in whole row tiles; out is their activation.
 template <int COLUMN_TILES>
 DEVICE void affine_mm(
     const Weight &weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,
-    int chunk, int warps_down, unsigned char *shared) {
-    const AllRows job = {x, x_stride, weight.row_tiles, warps_down};
+    int activation, int chunk, int warps_down, unsigned char *shared) {
+    const bool gated = activation >= 0;
+    const int parts = gated ? 2 : 1, features = weight.out_features / parts;
+    const AllRows job = {x, x_stride, weight.row_tiles / parts, gated ? weight.row_tiles / 2 : 0, warps_down};
     const float *partial = multiply_rows<COLUMN_TILES, false>(weight, job, rows, chunk, warps_down, shared);
-    for (int index = threadIdx.x; index < warps_down * COLUMN_TILES * 128; index += blockDim.x) {
+    for (int index = threadIdx.x; index < warps_down / parts * COLUMN_TILES * 128; index += blockDim.x) {
         const Place place = place_of<COLUMN_TILES>(index);
-        const int column = (blockIdx.x * warps_down + place.down) * TILE_ROWS + place.feature;
-        if (place.row >= rows || column >= weight.out_features) continue;
-        float total = total_of<COLUMN_TILES>(partial, warps_down, place.down, place.index);
+        const int column = (blockIdx.x * (warps_down / parts) + place.down) * TILE_ROWS + place.feature;
+        if (place.row >= rows || column >= features) continue;
+        float total = total_of<COLUMN_TILES>(partial, warps_down, parts * place.down, place.index);
         u16 *to = out + static_cast<u64>(place.row) * out_stride + column;
         if (bias) total += bf16_as_float(bias[column]);
+        if (gated) {
+            float up = total_of<COLUMN_TILES>(partial, warps_down, 2 * place.down + 1, place.index);
+            if (bias) up += bf16_as_float(bias[features + column]);
+            total = activated(total, up, activation);
+        }
         if (add) total += bf16_as_float(*to);
         *to = float_as_bf16(total);
     }
 }
 
-#define AFFINE_MM(COLUMN_TILES)                                                                                   \
-    KERNEL(affine_mm_##COLUMN_TILES)(                                                                             \
+#define AFFINE_MM(DECLARE, COLUMN_TILES)                                                                          \
+    DECLARE(affine_mm_##COLUMN_TILES)(                                                                            \
         Weight weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,  \
-        int chunk, int warps_down) {                                                                              \
+        int activation, int chunk, int warps_down) {                                                              \
         SHARED_MEMORY(shared);                                                                                    \
         affine_mm<COLUMN_TILES>(                                                                                  \
-            weight, x, x_stride, rows, out, out_stride, bias, add, chunk, warps_down, shared);                    \
+            weight, x, x_stride, rows, out, out_stride, bias, add, activation, chunk, warps_down, shared);        \
     }
 
-AFFINE_MM(1)
-AFFINE_MM(2)
-AFFINE_MM(4)
-AFFINE_MM(8)
+#if BITS < 8 && GROUP != 16  // other forms would spill
+AFFINE_MM(KERNEL_OF_FOUR, 1)
+#else
+AFFINE_MM(KERNEL, 1)
+#endif
+AFFINE_MM(KERNEL, 2)
+AFFINE_MM(KERNEL, 4)
+AFFINE_MM(KERNEL, 8)
 
 #endif

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from edgepipe.spec.layer_spec import Activation
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, THREADS, Module
 from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 
+ACTIVATION_CODES: Mapping[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 MOST_ROWS = 64  # limit of a product's rows; with more, tensor cores wait less if the weight is widened once
 
 _COLUMN_TILES = (1, 2, 4, 8)  # sizes in tiles of 8 rows of x
@@ -50,14 +53,26 @@ class Products:
         self._form = form
         self._multiprocessors = multiprocessors
 
-    def affine_mm(self, weight: TiledWeight, x: Tensor, out: Tensor, *, bias: Tensor | None, add: bool) -> None:
+    def affine_mm(
+        self,
+        weight: TiledWeight,
+        x: Tensor,
+        out: Tensor,
+        *,
+        bias: Tensor | None,
+        add: bool,
+        activation: Activation | None = None,
+    ) -> None:
         """Multiply x [T, I] by the weight into out [T, O], with a bias [O], or adding to out. bf16; T is 1 to 64.
 
         Columns of x and out are adjacent. x begins at a multiple of 16 bytes.
+
+        activation  the weight and the bias hold gates, then as many ups, in whole row tiles; out is [T, O / 2]
         """
-        rows = x.shape[0]
+        rows, gated = x.shape[0], activation is not None
+        assert not gated or weight.out_features % (2 * TILE_ROWS) == 0
         column_tiles = column_tiles_of(rows)
-        down = warps_down(self._form, weight.row_tiles, rows, self._multiprocessors)
+        down = warps_down(self._form, weight.row_tiles, rows, self._multiprocessors, gated=gated)
         chunk = staged_inputs(self._form, weight.input_tiles, rows, down, column_tiles=column_tiles)
         staged = staged_bytes(self._form, rows, chunk, column_tiles=column_tiles)
         self._module.launch(
@@ -73,6 +88,7 @@ class Products:
                 ctypes.c_int(out.stride(0)),
                 ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
                 ctypes.c_int(add),
+                ctypes.c_int(-1 if activation is None else ACTIVATION_CODES[activation]),
                 ctypes.c_int(chunk),
                 ctypes.c_int(down),
             ),
@@ -99,9 +115,12 @@ class Products:
         )
 
 
-def warps_down(form: KernelForm, row_tiles: int, rows: int, multiprocessors: int) -> int:
-    """Return how many row tiles a block takes: the more the fewer blocks read x, but every multiprocessor needs one."""
-    down = 1
+def warps_down(form: KernelForm, row_tiles: int, rows: int, multiprocessors: int, *, gated: bool = False) -> int:
+    """Return how many row tiles a block takes: the more the fewer blocks read x, but every multiprocessor needs one.
+
+    gated  a block takes gates and their ups
+    """
+    down = 2 if gated else 1
     while down < WARPS and row_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
         down *= 2
     while staged_bytes(form, rows, staged_unit(down), column_tiles=column_tiles_of(rows)) > SHARED_BYTES:

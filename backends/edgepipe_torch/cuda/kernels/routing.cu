@@ -153,3 +153,26 @@ KERNEL(add_weighted)(
         *to = float_as_bf16(low) | static_cast<u32>(float_as_bf16(high)) << 16;
     }
 }
+
+// Add sigmoid(x[row] . gate) * added[row] to total [rows, features], in bf16, rounded once. One block for each row.
+KERNEL(add_gated)(
+    const u16 *x, int x_stride, const u16 *gate, int inputs, const u16 *added, int added_stride, int features,
+    u16 *total, int stride) {
+    SHARED_MEMORY(shared);
+    float *sums = reinterpret_cast<float *>(shared);  // [THREADS]
+    const u64 row = blockIdx.x;
+    float sum = 0.0f;
+    for (int input = threadIdx.x; input < inputs; input += THREADS)
+        sum += bf16_as_float(x[row * x_stride + input]) * bf16_as_float(gate[input]);
+    sums[threadIdx.x] = sum;
+    synchronise();
+    for (int reach = THREADS / 2; reach; reach /= 2) {
+        if (threadIdx.x < reach) sums[threadIdx.x] += sums[threadIdx.x + reach];
+        synchronise();
+    }
+    const float factor = 1.0f / (1.0f + expf(-sums[0]));
+    for (int feature = threadIdx.x; feature < features; feature += THREADS) {
+        u16 *to = total + row * stride + feature;
+        *to = float_as_bf16(bf16_as_float(*to) + factor * bf16_as_float(added[row * added_stride + feature]));
+    }
+}

@@ -27,7 +27,7 @@ def worst_routing_error(
 ) -> float:
     """Return the largest error of weights and sums, in units of its bound. Another choice or NaN counts as infinite."""
     made = torch.Generator().manual_seed(9)
-    errors = [_sum_error(routing, device, made)]
+    errors = [_sum_error(routing, device, made), _gated_error(routing, device, made)]
     for rows, experts, used in shapes:
         logits, added = 3 * torch.randn(rows, experts, generator=made), torch.randn(experts, generator=made)
         for how, corrected in _ROUTERS:
@@ -51,6 +51,21 @@ def _sum_error(routing: RoutingKernels, device: torch.device, made: torch.Genera
     found = total.to(device)
     routing.add_weighted(results.to(device), weights.to(device), found)
     return _largest(found.to(_CPU).double() - expected, _BF16_ROUNDING * size)
+
+
+def _gated_error(routing: RoutingKernels, device: torch.device, made: torch.Generator) -> float:
+    """Add rows with gates of every size; what lies beside them is no number and stays."""
+    x, added, total = (torch.randn(5, size, generator=made).to(torch.bfloat16) for size in (300, 45, 45))
+    gate = (torch.randn(1, 300, generator=made) / 4).to(torch.bfloat16)
+    factors = torch.sigmoid(x.double() @ gate.double().t())
+    expected = total.double() + factors * added.double()
+    size = total.double().abs() + factors * added.double().abs()
+    buffer = torch.full((5, 64), float("nan"), dtype=torch.bfloat16, device=device)
+    found = buffer[:, 9:54]
+    found.copy_(total)
+    routing.add_gated(x.to(device), gate.to(device), added.to(device), found)
+    beside = buffer.isnan().sum() == 5 * (64 - 45)
+    return _largest(found.to(_CPU).double() - expected, _BF16_ROUNDING * size) if bool(beside) else float("inf")
 
 
 def _largest(error: torch.Tensor, bound: torch.Tensor) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgepipe.errors import PromptTooLong
+from edgepipe.errors import CapacityError, GrammarNotReady, NoFeasiblePlacement, PromptTooLong
 from edgepipe.gateway.problems import HttpProblem
 
 OVERLOADED = 529  # Anthropic's status; its clients wait and try again
+_BUSY_CODES = ("busy", "too_many_connections")  # of problems of this machine
 
 _TYPES = {
     401: "authentication_error",
@@ -20,8 +21,18 @@ _TYPES = {
 
 
 def anthropic_status(problem: HttpProblem) -> int:
-    """Return the status of a problem: 529 where this machine or its engines have too much to do."""
-    return OVERLOADED if problem.status == 503 else problem.status
+    """Return the status of a problem: instead of 503, 529 if there is too much to do, else 500."""
+    if problem.status != 503:
+        return problem.status
+    return OVERLOADED if _is_overload(problem) else 500
+
+
+def _is_overload(problem: HttpProblem) -> bool:
+    """Return whether the request would succeed if there were less to do, or later."""
+    error = problem.error
+    if error is None:
+        return problem.code in _BUSY_CODES
+    return isinstance(error, CapacityError | GrammarNotReady) and not isinstance(error, NoFeasiblePlacement)
 
 
 def anthropic_error(problem: HttpProblem) -> dict[str, Any]:

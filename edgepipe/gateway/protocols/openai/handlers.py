@@ -12,8 +12,10 @@ from edgepipe.gateway.completion_service import PreparedCompletion
 from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.protocols.answering import Answering, prioritised
 from edgepipe.gateway.protocols.openai.shape import ChatShape, Head, TextShape
+from edgepipe.gateway.protocols.shape import Shape
 from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
+from edgepipe.gateway.shares import Holding
 
 _DETAILS_HEADER = "x-edgepipe-details"  # 1: the answer's last part names the machines that computed it
 _ANSWER = fields(
@@ -30,21 +32,34 @@ class OpenAIHandlers:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self.answering.bodies.read(request, ChatBody)
-        prepared = await self.answering.service.chat(
-            prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
-        )
-        head = self._head("chatcmpl", body, prepared, with_details=request.headers.get(_DETAILS_HEADER) == "1")
-        shape = ChatShape(head, prepared, streams=bool(body.stream))
-        return await self.answering.answer(request, prepared, shape, streams=bool(body.stream))
+        return await self._answer(request, body, with_details=request.headers.get(_DETAILS_HEADER) == "1")
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = await self.answering.bodies.read(request, CompletionBody)
-        prepared = await self.answering.service.complete(
-            prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
+        return await self._answer(request, await self.answering.bodies.read(request, CompletionBody))
+
+    async def prepared(
+        self, body: ChatBody | CompletionBody, *, owner: str, memory: Holding, with_details: bool = False
+    ) -> tuple[PreparedCompletion, Shape]:
+        """Prepare a request and the form of its answer. Raises HttpProblem, EdgepipeError.
+
+        The caller holds the ticket of the completion at once. ``memory``: the body's; the ticket's takes its place.
+        """
+        service = self.answering.service
+        if isinstance(body, ChatBody):
+            prepared = await service.chat(body, owner=owner, memory=memory)
+            head = self._head("chatcmpl", body, prepared, with_details=with_details)
+            return prepared, ChatShape(head, prepared, streams=bool(body.stream))
+        prepared = await service.complete(body, owner=owner, memory=memory)
+        return prepared, TextShape(self._head("cmpl", body, prepared), prepared)
+
+    async def _answer(
+        self, request: Request, body: ChatBody | CompletionBody, *, with_details: bool = False
+    ) -> Response:
+        prepared, shape = await self.prepared(
+            prioritised(body, request), owner=owner_of(request), memory=memory_of(request), with_details=with_details
         )
-        head = self._head("cmpl", body, prepared)
-        return await self.answering.answer(request, prepared, TextShape(head, prepared), streams=bool(body.stream))
+        return await self.answering.answer(request, prepared, shape, streams=bool(body.stream))
 
     def _head(
         self, prefix: str, body: RequestBody, prepared: PreparedCompletion, *, with_details: bool = False

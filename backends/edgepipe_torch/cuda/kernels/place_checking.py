@@ -1,0 +1,119 @@
+"""Check the kernel that places heads against float64: when it loads, and in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads
+from edgepipe_torch.layers.step_ops import HeadNorms
+
+_BF16_ROUNDING = 2.0**-8  # rounding of a value
+_FLOAT32_SUMS = 2.0**-18  # tolerance relative to the largest value of a head
+_EPS = 0.25  # large enough to matter
+_SLOTS = 11
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedCase:
+    """Heads of a layer, and what happens to them."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    turned: int  # pairs that rotate
+    normalised: Sequence[bool]  # queries, keys, values
+    has_values: bool = True  # values are apart from keys
+
+
+CASES = (
+    *(
+        PlacedCase(rows=3, heads=4, kv_heads=2, dim=dim, turned=turned, normalised=normalised)
+        for dim, turned, normalised in product(
+            (64, 72), (0, 16, 32), ((False,) * 3, (True, True, False), (False, True, True))
+        )
+    ),
+    PlacedCase(rows=2, heads=3, kv_heads=1, dim=576, turned=0, normalised=(False,) * 3, has_values=False),
+    PlacedCase(rows=9, heads=5, kv_heads=1, dim=256, turned=32, normalised=(True,) * 3),
+)
+
+
+def worst_place_error(kernel: PlaceHeads, device: torch.device, cases: Sequence[PlacedCase] = CASES) -> float:
+    """Return the largest error of placed heads, in units of its bound; NaN counts as infinite."""
+    return max(place_error(kernel, case, device) for case in cases)
+
+
+def place_error(kernel: PlaceHeads, case: PlacedCase, device: torch.device) -> float:
+    """Return the largest error of a case in units of its bound: one rounding to bf16, and float32 sums.
+
+    Numbers beside the heads and slots of no row must stay as they are.
+    """
+    draw = torch.Generator().manual_seed(case.dim + case.turned)
+    entries = case.kv_heads * (2 if case.has_values else 1)
+    width = (case.heads + entries) * case.dim
+    made = torch.full((case.rows, width + 16), float("nan"))
+    made[:, 8 : width + 8] = torch.randn(case.rows, width, generator=draw) * 3
+    buffer = made.to(torch.bfloat16).to(device)
+    parts = buffer[:, 8 : width + 8].unflatten(1, (-1, case.dim))
+    exact = parts.double().cpu().numpy()
+    angles = torch.randn(case.rows, 1, max(1, case.turned), generator=draw)
+    turns = torch.polar(torch.full_like(angles, 1.25), angles)
+    weights = [1 + torch.randn(case.dim, generator=draw).to(torch.bfloat16) / 8 for _ in range(3)]
+    norms = [each if used else None for each, used in zip(weights, case.normalised, strict=True)]
+    slots = torch.randperm(_SLOTS - 1, generator=draw)[: case.rows]
+    pool = torch.full((_SLOTS, entries, case.dim), float("nan"), dtype=torch.bfloat16, device=device)
+    kernel(
+        parts,
+        turns.to(device) if case.turned else None,
+        slots.to(device),
+        pool,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        norms=HeadNorms(*(None if each is None else each.to(device) for each in norms)),
+        eps=_EPS,
+    )
+    expected = _placed(exact, case, norms, turns.to(torch.complex128).numpy()[:, 0])
+    worst = max(
+        _error(parts[:, : case.heads], expected[:, : case.heads]),
+        _error(pool[slots.to(device)], expected[:, case.heads :]),
+    )
+    others = torch.ones(_SLOTS, dtype=torch.bool)
+    others[slots] = False
+    untouched = pool[others.to(device)].isnan().all() and buffer[:, :8].isnan().all() and buffer[:, -8:].isnan().all()
+    return worst if bool(untouched) else float("inf")
+
+
+def _placed(
+    heads: Values, case: PlacedCase, norms: Sequence[Tensor | None], turns: npt.NDArray[np.complex128]
+) -> Values:
+    """Return heads [T, n, D] normalised and rotated in float64."""
+    found = heads.copy()
+    ends = np.cumsum([0, case.heads, case.kv_heads, heads.shape[1] - case.heads - case.kv_heads])
+    for number, norm in enumerate(norms):
+        own = found[:, ends[number] : ends[number + 1]]
+        if norm is not None:
+            own /= np.sqrt((own**2).mean(axis=-1, keepdims=True) + _EPS)
+            own *= norm.double().numpy()
+    if case.turned:
+        rotating = np.ascontiguousarray(found[:, : ends[2], : 2 * case.turned]).view(np.complex128)
+        found[:, : ends[2], : 2 * case.turned] = (rotating * turns[:, None]).view(np.float64)
+    return found
+
+
+def _error(found: Tensor, expected: Values) -> float:
+    """Return the largest error in units of its bound; NaN counts as infinite."""
+    if not expected.size:
+        return 0.0
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    error = np.abs(found.double().cpu().numpy() - expected)
+    error /= _BF16_ROUNDING * np.abs(expected) + _FLOAT32_SUMS * largest
+    return float(np.where(np.isnan(error), np.inf, error).max())

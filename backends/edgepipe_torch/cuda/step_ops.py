@@ -1,0 +1,66 @@
+"""Small operations of a step on CUDA: own kernels where they compute, else torch's operations."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from edgepipe.spec.facts import ModelConfig
+from edgepipe_torch.cuda.kernels.library import PlaceLibrary, own_library
+from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads, can_place
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv import KVPool, KVStorage
+from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, StepOps, TorchOps
+
+logger = logging.getLogger(__name__)
+
+
+class CudaOps(TorchOps):
+    """Norms of heads, rotation, and writing keys and values in one launch, in bf16."""
+
+    def __init__(self, config: ModelConfig, place_heads: PlaceHeads) -> None:
+        super().__init__(config)
+        self._place_heads = place_heads
+        self._eps = config.norm.eps if config.norm.kind == "rms" else None
+
+    def place(
+        self,
+        qkv: Tensor,
+        rotations: Tensor | None,
+        slots: Tensor,
+        pool: KVPool,
+        heads: LayerHeads,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
+        if not isinstance(pool, KVStorage) or not can_place(qkv) or not self._has_kernel(norms, heads):
+            super().place(qkv, rotations, slots, pool, heads, norms)
+            return
+        self._place_heads(
+            qkv,
+            rotations,
+            slots,
+            *pool.arrays(heads.layer),
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            norms=norms,
+            eps=self._eps or 0.0,
+        )
+
+    def _has_kernel(self, norms: HeadNorms, heads: LayerHeads) -> bool:
+        """Return whether the kernel computes the norms: RMS norms of each head on its own."""
+        weights = [each for each in norms if each is not None]
+        return not weights or (self._eps is not None and all(each.shape[0] == heads.head_dim for each in weights))
+
+
+def make_ops(config: ModelConfig, library: PlaceLibrary | None, place: torch.device, dtype: torch.dtype) -> StepOps:
+    """Return a device's operations; ``library``: None for its own kernels. The first call may take seconds."""
+    if dtype != torch.bfloat16 or (library is None and place.type != "cuda"):
+        return TorchOps(config)
+    try:
+        return CudaOps(config, (library or own_library(place)).place_heads())
+    except KernelsUnavailable as exc:
+        logger.warning("torch's operations rotate queries and keys, in more launches: %s", exc)
+        return TorchOps(config)

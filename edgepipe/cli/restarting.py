@@ -1,0 +1,107 @@
+"""Restarts this machine's node as it was started: by its service manager, or with the same flags in the background.
+
+Works without RPCs, since the files on the disk may already be those of another version.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edgepipe.cli.node_process import start_in_background, wait_until_gone
+from edgepipe.cli.output import say
+from edgepipe.cli.service import read_state, run_command, service_plan
+from edgepipe.cli.service_plan import ServiceSetup, starts_node_of
+from edgepipe.errors import ClusterError, FeatureMissing
+
+_VALUE_FLAGS = ("--data-dir",)  # the restart names it anew: the node may have another working directory
+_OTHERS_FLAGS = ("--json", "--background", "--quiet-when-ready")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningNode:
+    """The node of a data directory."""
+
+    data_dir: Path
+    process_id: int
+    flags: tuple[str, ...]  # of 'node start'
+    variables: tuple[tuple[str, str], ...]  # EDGEPIPE_* of its environment
+    service: ServiceSetup | None
+    is_child: bool  # another program started it and stops it, such as 'edgepipe demo'
+
+
+def running_node(data_dir: Path) -> RunningNode | None:
+    """Find the node that runs with ``data_dir``; None if none does."""
+    try:
+        process = psutil.Process(int((data_dir / "daemon.lock").read_text(encoding="ascii")))
+        words, environment = process.cmdline(), process.environ()
+    except (OSError, ValueError, psutil.Error):
+        return None
+    if "start" not in words:
+        return None  # another program got the process id of a node that was killed
+    flags = words[words.index("start") + 1 :]
+    return RunningNode(
+        data_dir=data_dir,
+        process_id=process.pid,
+        flags=kept_flags(flags),
+        variables=tuple((name, value) for name, value in environment.items() if name.startswith("EDGEPIPE_")),
+        service=_active_service(data_dir),
+        is_child="--end-with-stdin" in flags,
+    )
+
+
+def kept_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags of ``node start`` that its successor gets, too. PURE."""
+    kept: list[str] = []
+    rest = iter(flags)
+    for flag in rest:
+        if flag in _VALUE_FLAGS:
+            next(rest, None)
+        elif flag not in _OTHERS_FLAGS and not flag.startswith(tuple(f"{name}=" for name in _VALUE_FLAGS)):
+            kept.append(flag)
+    return tuple(kept)
+
+
+def restart(node: RunningNode) -> dict[str, Any]:
+    """Stop the node in order, start it again. Return the report of a node in the background; empty for a service.
+
+    Raises FeatureMissing if another program has to do it, ClusterError if the node does not stop or start.
+    """
+    if node.is_child:
+        raise FeatureMissing(
+            "the running node belongs to another program", next_step="restart that one, such as edgepipe demo --serve"
+        )
+    say("restarting the node; its work moves to other machines first, for at most 30 s")
+    if node.service is not None:
+        for command in node.service.restart:
+            run_command(command)
+        return {}
+    try:
+        os.kill(node.process_id, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has just stopped
+    except PermissionError as exc:
+        raise ClusterError(
+            "the node cannot be restarted", fact="it belongs to another user", next_step="restart it as that user"
+        ) from exc
+    wait_until_gone(node.data_dir)
+    return start_in_background(node.data_dir, node.flags, name="", variables=dict(node.variables))
+
+
+def _active_service(data_dir: Path) -> ServiceSetup | None:
+    """Return the service that runs the node of ``data_dir``, if one does."""
+    for system in (False, True):
+        try:
+            plan = service_plan(data_dir, system=system)
+            text = plan.path.read_text(encoding="utf-8", errors="replace")
+        except (OSError, FeatureMissing):
+            continue
+        if starts_node_of(data_dir, plan.manager, text) and read_state(plan, run_command)["state"] == "active":
+            return plan
+    return None

@@ -1,0 +1,115 @@
+"""``edgepipe update``: a newer version in place of this one, then the node again."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.errors import FeatureMissing
+from edgepipe.plain_words import plain
+
+_FACTS = """
+import hashlib, importlib.metadata, importlib.util, pathlib, edgepipe
+digest = hashlib.sha256()
+for name in ("edgepipe", "edgepipe_torch", "edgepipe_mlx", "edgepipe_emulated"):
+    spec = importlib.util.find_spec(name)
+    for file in sorted(pathlib.Path(spec.origin).parent.rglob("*.*")) if spec else ():
+        if file.suffix in (".py", ".js", ".css", ".html", ".json"):
+            digest.update(file.read_bytes())
+for found in sorted((each.name or "", each.version) for each in importlib.metadata.distributions()):
+    digest.update(repr(found).encode())
+print(edgepipe.__version__, edgepipe.PROTOCOL_VERSION, digest.hexdigest())
+"""
+_FACTS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """What lies on the disk now."""
+
+    version: str
+    protocol: str
+    digest: str  # of edgepipe's files and of the versions of all that it needs
+
+
+def update(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="WHERE",
+            help="A wheel, a folder of wheels, a checkout, git+URL, or an index.  [default: as it was installed]",
+        ),
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Update edgepipe as it was installed, then restart the node."""
+    from edgepipe.cli.installation import find_installation, source_arguments, update_commands
+    from edgepipe.cli.restarting import restart, running_node  # now: later, its file may be that of the new version
+
+    folder = data_dir_of(data_dir)
+    installed = find_installation()
+    commands = update_commands(installed, source_arguments(source, installed.extras) if source else ())
+    node = running_node(folder)
+    before = _installed()
+    print(f"edgepipe {before.version}, installed with {installed.installer.value} in {installed.place}")
+    if dry_run:
+        print("would run:")
+        for command in commands:
+            print(f"  {shlex.join(command)}")
+        print("would then restart the node" if node is not None else "no node runs that would be restarted")
+        return
+    for command in commands:
+        _run(command)
+    after = _installed()
+    if after == before:
+        print(f"nothing has changed: edgepipe {before.version} is the newest version there")
+        return
+    print(f"edgepipe {after.version} is installed (before: {before.version})")
+    if after.protocol != before.protocol:
+        print(f"it speaks protocol {after.protocol}, not {before.protocol}: update the other machines, too")
+    if node is not None:
+        ready = restart(node)
+        print(f"the node runs again, at {ready['address']}" if ready else "the node runs again, as a service")
+
+
+def _installed() -> _Installed:
+    """Read the facts with a process of its own: this one has the modules of the version before."""
+    command = [sys.executable, "-P", "-c", _FACTS]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_FACTS_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        done = None
+    if done is None or done.returncode != 0:
+        raise FeatureMissing(
+            "edgepipe cannot be started any more",
+            fact=(done.stderr.strip().splitlines() or [""])[-1] if done else f"{sys.executable} does not answer",
+            next_step="install it again, as at first",
+        )
+    version, protocol, digest = done.stdout.split()
+    return _Installed(version, protocol, digest)
+
+
+def _run(command: tuple[str, ...]) -> None:
+    """Run a command whose output people see. Raises FeatureMissing if it fails; the running node goes on."""
+    print(f"> {shlex.join(command)}", flush=True)
+    try:
+        status = subprocess.run(command, check=False, cwd=Path.home()).returncode
+    except OSError as exc:
+        raise FeatureMissing(
+            f"'{command[0]}' cannot be run", fact=plain(exc), next_step=f"install {command[0]}, then try again"
+        ) from exc
+    if status != 0:
+        raise FeatureMissing(
+            "edgepipe was not updated",
+            fact=f"the command above ended with exit code {status}; a running node goes on",
+            next_step="edgepipe update again, or --from WHERE",
+        )

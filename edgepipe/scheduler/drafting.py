@@ -1,0 +1,201 @@
+"""Decide how many drafts of each sequence a step verifies. PURE.
+
+A window of a known token and j drafts gives ``1 + p1 + p1 * p2 + ...`` tokens, where p is the probability that a draft
+is right if those before it are. It takes the time of a turn with j rows more, and the time of drafting::
+
+    tokens per second (j) = (1 + sum of the products up to j) / (period(rows + j) + j * draft_s)
+
+The best j counts, and 0 is among them. The period comes from the measured times of stages and links. Where they are the
+bound, not the turn, rows cost all sequences, and so does drafting: a step's tokens wait for all of its drafts. So all
+windows and drafts of a step together may lengthen a token of the others by 3 % at most.
+
+Probabilities are counted for each source of drafts, by the draft's place in its window, and for each sequence. A window
+that is not worth it gives no counts, so after some turns a short one is tried all the same; then after twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
+from operator import mul
+
+from edgepipe.backend.drafting import MOST_DRAFTS, NO_DRAFTS, Drafts, DraftSource
+
+_PRIOR = {
+    DraftSource.GRAMMAR: 0.95,
+    DraftSource.LOOKUP_LONG: 0.8,
+    DraftSource.LOOKUP: 0.5,
+    DraftSource.LOOKUP_SHORT: 0.25,
+    DraftSource.MODEL: 0.6,
+}
+"""Probabilities before the first count."""
+
+_OTHER_PRIOR = 0.3
+_PRIOR_COUNT, _SHARED_COUNT = 8.0, 8.0  # weight of the prior in the counts of all sequences, and of those in one's own
+_SHARED_KEPT, _OWN_KEPT = 0.995, 0.95  # part of the counts that remains with each new one: memory of 200 and of 7
+_DEEPEST = 3  # places from the third on share their counts
+_WAITING_KEPT = 0.97  # part of a sequence's own counts that remains after a turn without a window
+_MOST_LONGER = 0.03  # share by which a window may lengthen the others' tokens
+_GAIN = 0.02  # predicted gain below which a window is not worth it
+_LEAST_PAUSE, _MOST_PAUSE = 16, 128  # turns without a window until a short one is tried
+_TRIED = 1  # drafts of a window on trial
+_FREE = 0.002  # share of a period that all drafts of a window may take to count as free
+_ALL_RIGHT = (1.0,) * MOST_DRAFTS
+_FACTOR_KEPT = 0.99  # part of the times that remains with each window: the factor of the last hundred
+
+
+@dataclass(slots=True)
+class SequenceDrafts:
+    """What is known of one sequence's drafts."""
+
+    next: Drafts = NO_DRAFTS  # what may follow its known tokens
+    found: bool = (
+        False  # drafts came with its newest token, and were not refused yet: none of its steps is planned ahead
+    )
+    counts: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])  # right, all
+    pause: int = _LEAST_PAUSE
+    waited: int = 0  # turns since the last window or trial
+    last_source: int = DraftSource.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """Counts since the epoch began."""
+
+    windows: int = 0
+    drafted: int = 0  # drafts that were verified
+    accepted: int = 0
+    factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Rows that share a step with a window."""
+
+    rows: int  # rows of the step with one token each
+    alone: bool  # no other sequence decodes
+    more: int = 0  # drafts that windows of the step verify so far
+    drafts: int = 0  # drafts that are made behind the step so far, for the next windows
+
+    def with_window(self, count: int, *, wanted: int) -> Share:
+        """Return the share of the next row, behind a row with ``count`` drafts that wants ``wanted`` more."""
+        if not count and not wanted:
+            return self
+        return replace(self, more=self.more + count, drafts=self.drafts + wanted)
+
+
+class Drafting:
+    """Chooses windows, and counts how they end."""
+
+    def __init__(self, period_s: Callable[[int], float], draft_s: Callable[[], float]) -> None:
+        """
+        period_s  seconds between two tokens of a sequence if its step has so many rows; 0 while not known
+        draft_s   seconds that one draft takes
+        """
+        self._period_s = period_s
+        self._draft_s = draft_s
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._windows = self._drafted = self._accepted = 0
+        self._plain_s = self._spent_s = 0.0
+        self._newest_case: tuple[Share, float, float] | None = None  # of ``_best_case``, and its result
+        self._newest_best = 0
+
+    def wanted(self, own: SequenceDrafts, share: Share) -> int:
+        """Return how many drafts the sequence's next turn can use, at most."""
+        period_s = self._period_s(share.rows)
+        if not period_s:
+            return MOST_DRAFTS
+        best_case = self._best_case(share)
+        if not best_case:  # a draft now and then measures anew what drafts take, on devices that may be less busy
+            return _TRIED if share.alone and self._draft_s() > period_s / 2 and self._tries(own) else 0
+        if MOST_DRAFTS * self._draft_s() <= _FREE * period_s:
+            return MOST_DRAFTS
+        source = own.last_source or DraftSource.MODEL
+        chances = [self._chance(own, source, place) for place in range(MOST_DRAFTS)]
+        return self._best(share, chances) or (min(best_case, _TRIED) if self._tries(own) else 0)
+
+    def window(self, own: SequenceDrafts, share: Share, *, most: int) -> Drafts:
+        """Return the drafts that the sequence's next row verifies, at most ``most``, and take them."""
+        drafts, own.next = own.next, NO_DRAFTS
+        count = min(most, len(drafts.ids))
+        if count < 1:
+            return NO_DRAFTS
+        own.last_source = drafts.sources[0]
+        chances = [self._chance(own, source, place) for place, source in enumerate(drafts.sources[:count])]
+        best = self._best(share, chances)
+        if best:
+            own.pause, own.waited = _LEAST_PAUSE, 0
+        elif self._best(share, [1.0] * count) and self._tries(own):
+            best = min(count, _TRIED)
+        return Drafts(drafts.ids[:best], drafts.sources[:best])
+
+    def note(self, own: SequenceDrafts, sources: Sequence[int], *, accepted: int, share: Share) -> None:
+        """Count a window whose first ``accepted`` drafts were right."""
+        for place, source in enumerate(sources[: accepted + 1]):
+            right = float(place < accepted)
+            key = (source, min(place, _DEEPEST - 1))
+            self._counts[key] = _counted(self._counts.get(key, (0.0, 0.0)), right, kept=_SHARED_KEPT)
+            own.counts[source] = _counted(own.counts.get(source, (0.0, 0.0)), right, kept=_OWN_KEPT)
+        self._windows += 1
+        self._drafted += len(sources)
+        self._accepted += accepted
+        plain_s = self._period_s(share.rows)
+        spent_s = self._period_s(share.rows + len(sources)) + len(sources) * self._draft_s()
+        self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
+        self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
+
+    def stats(self) -> DraftStats:
+        """Return the counts."""
+        return DraftStats(
+            windows=self._windows,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            factor=self._plain_s / self._spent_s if self._spent_s else 0.0,
+        )
+
+    def _chance(self, own: SequenceDrafts, source: int, place: int) -> float:
+        prior = _PRIOR.get(DraftSource(source), _OTHER_PRIOR) if source in _SOURCES else _OTHER_PRIOR
+        right, count = self._counts.get((source, min(place, _DEEPEST - 1)), (0.0, 0.0))
+        shared = (right + _PRIOR_COUNT * prior) / (count + _PRIOR_COUNT)
+        right, count = own.counts.get(source, (0.0, 0.0))
+        return (right + _SHARED_COUNT * shared) / (count + _SHARED_COUNT)
+
+    def _best(self, share: Share, chances: Sequence[float]) -> int:
+        """Return the number of drafts with the most tokens per second."""
+        draft_s, rows = self._draft_s(), share.rows + share.more
+        plain_s = self._period_s(rows) + share.drafts * draft_s
+        longest_s = inf if share.alone else self._period_s(share.rows) * (1 + _MOST_LONGER)
+        best, most = 0, 1.0 + _GAIN
+        for count, tokens in enumerate(accumulate(accumulate(chances, mul), initial=1.0)):
+            window_s = self._period_s(rows + count) + (share.drafts + count) * draft_s
+            if window_s > longest_s:
+                break
+            if count and plain_s * tokens > most * window_s:
+                best, most = count, plain_s * tokens / window_s
+        return best
+
+    def _best_case(self, share: Share) -> int:
+        """Return the best number of drafts if all of them were right. Rows of one step mostly ask with equal shares."""
+        case = (share, self._period_s(share.rows), self._draft_s())
+        if case != self._newest_case:
+            self._newest_case, self._newest_best = case, self._best(share, _ALL_RIGHT)
+        return self._newest_best
+
+    @staticmethod
+    def _tries(own: SequenceDrafts) -> bool:
+        """Count a turn without a window, and forget some of the counts. Return whether a short window is due."""
+        own.waited += 1
+        own.counts = {source: (_WAITING_KEPT * a, _WAITING_KEPT * b) for source, (a, b) in own.counts.items()}
+        if own.waited < own.pause:
+            return False
+        own.waited, own.pause = 0, min(2 * own.pause, _MOST_PAUSE)
+        return True
+
+
+_SOURCES = frozenset(map(int, DraftSource))
+
+
+def _counted(before: tuple[float, float], right: float, *, kept: float) -> tuple[float, float]:
+    return kept * before[0] + right, kept * before[1] + 1.0

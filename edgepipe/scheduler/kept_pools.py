@@ -1,0 +1,44 @@
+"""What one epoch's caches hand to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgepipe.backend.types import TierMove
+from edgepipe.scheduler.kv import KVPool
+from edgepipe.scheduler.states import StateClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPools:
+    """What an epoch's pools keep for the next one: the prefix cache of every memory class."""
+
+    context: KVPool
+    windows: tuple[KVPool, ...] = ()
+    states: StateClass | None = None
+
+    moves: list[TierMove] = field(default_factory=list[TierMove])  # of the next step: the tiers of the pools add to it
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See ``SchedulerLimits.pool_sizes``."""
+        slots = () if self.states is None else (self.states.num_slots,)
+        hosts = [pool.host for pool in (self.context, *self.windows, *(() if self.states is None else (self.states,)))]
+        places = [host.num_places for host in hosts if host is not None]
+        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows), *slots, *places)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Number of cached blocks of the context."""
+        return self.context.cached_blocks
+
+    def lose(self, last_slice: int) -> None:
+        """Mark all cached blocks and snapshots stale: the stages up to this slice lost their KV and states."""
+        pools, states = (self.context, *self.windows), self.states
+        any_stale = any(pool.any_stale for pool in pools) or (states is not None and states.any_stale)
+        if any_stale and self.context.stale_to is not None:
+            last_slice = max(last_slice, self.context.stale_to)
+        for pool in pools:
+            pool.lose(last_slice)
+        if states is not None:
+            states.lose()

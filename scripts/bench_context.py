@@ -1,0 +1,248 @@
+"""Long conversations: what host memory below the device saves and costs.
+
+    scripts/bench context [--full] [PART ...]
+
+Parts: ``fits``     ``plan`` with the contexts that users of one or two cards ask for
+       ``second``   the second turn of a conversation that lay in host memory, against reading it again: an emulated
+                    32B on two cards
+       ``turns``    12 users with long conversations that take turns on a device that holds 3 of them: the same 32B; the
+                    turns of 4 of them, or of all with ``--full``
+       ``demo``     the demo model on this CPU, real: pushed out by other chats, then continued; the ids must be equal
+       ``quality``  what 8 and 4 bits of KV do to the demo model's predictions, over 1,024 tokens, or
+                    4,096 with ``--full``; only if named
+       ``facts``    which of ten facts in 1,024 tokens the demo model finds again with each form of KV, or in 4,096
+                    with ``--full``; only if named
+       ``decode``   decode steps of the demo model behind 8,192 tokens, one thread of this CPU; only if named
+       ``overhead`` tokens per second while nothing is pushed out, with and without host memory: emulated, no waiting
+
+The emulated cards take their real time, and copy at 24 GB/s (PCIe 4 x16).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bench_foundation import stored_demo
+from edgepipe_emulated import EmulatedBackend, emulated_model_config
+from figures import ROOT, Row, at_least, at_most, below
+from kv_quality import FACTS, FORMS, facts_found, qualities
+from kv_speed import decode_times
+from local_nodes import Node, complete, running_nodes
+from parts import Part, run_parts
+
+from edgepipe.backend.types import BackendOptions
+from edgepipe.store.quantise import REFERENCE_TEXT
+from tests.support.engine.lab import FakeGateway, engine_lab, submission
+
+BLOCK = 16  # tokens
+AS_MODEL, DEVICE, LAYERS = "qwen2.5-32b:q4_k_m", "rtx4090", 64
+LONG = 16_384  # tokens of a conversation that comes back
+USERS, HELD, CONVERSATION, QUESTION, ANSWER = 12, 3, 20_000, 200, 60
+SECOND_TARGET, TURNS_TARGET, DEMO_TARGET, OVERHEAD_TARGET = 0.05, 2.5, 0.2, 0.99
+DEMO_TOKENS, DEMO_KV_TOKENS = 4_000, 4_600
+QUALITY_TOKENS, QUALITY_BARS = 4_096, {"8 bits": 1e-3, "4 bits": 2e-2}
+DECODE_TOKENS, DECODE_TARGETS = 8_192, {"8 bits": 2.5, "4 bits": 3.0}
+FITS = (
+    ("qwen3.6-27b:q4_k_m", "rtx4090", ("--kv", "8bit", "--context", "131072", "--concurrency", "1")),
+    ("qwen3.6-27b:q4_k_m", "rtx4090", ("--context", "65536", "--concurrency", "1")),
+    ("qwen3.6-35b-a3b:q4_k_m", "rtx4090", ("--kv", "8bit", "--context", "32768", "--concurrency", "1")),
+    ("llama-3.3-70b:q4_k_m", "rtx4090, rtx4090", ("--kv", "8bit")),
+    ("qwen3.6-27b:q4_k_m", "rtx4090", ("--kv", "4bit", "--context", "200000", "--concurrency", "1")),
+    ("qwen3.6-35b-a3b:q4_k_m", "rtx4090", ("--kv", "4bit", "--context", "262144", "--concurrency", "1")),
+    ("llama-3.3-70b:q4_k_m", "rtx4090, rtx4090", ("--kv", "4bit", "--context", "9000")),
+)
+
+
+def fits_rows(_full: bool) -> list[Row]:
+    """Plan as the command does."""
+    rows: list[Row] = []
+    for model, devices, flags in FITS:
+        command = [sys.executable, "-m", "edgepipe.cli", "plan", model, "--emulate", devices, *flags, "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found = json.loads(done.stdout) if not done.returncode else {}
+        name = f"edgepipe plan {model} --emulate '{devices}' {' '.join(flags)}"
+        rows.append(Row(name, found.get("kv_tokens", 0), "KV tokens", target="fits", met=not done.returncode))
+    return rows
+
+
+class _Turn(NamedTuple):
+    ttft_s: float
+    cached: int  # prompt tokens
+    ids: list[int]
+
+
+def _prompt(user: int, count: int) -> list[int]:
+    return [(31 * index * index + 7 * index + 977 * user) % 241 + 5 for index in range(count)]
+
+
+async def _ask(gateway: FakeGateway, name: str, prompt: Sequence[int], max_tokens: int) -> _Turn:
+    begun_s = time.perf_counter()
+    gateway.send(submission(name, prompt, max_tokens))
+    await gateway.has(name, 1)
+    taken_s = time.perf_counter() - begun_s
+    answer = await gateway.ended(name)
+    assert answer.ended is not None
+    found = _Turn(taken_s, answer.ended.cached_prompt_tokens, list(answer.ids))
+    gateway.forget(name)
+    return found
+
+
+def _cards(time_factor: float) -> BackendOptions:
+    return BackendOptions(device=DEVICE, settings={"time_factor": str(time_factor), "as_model": AS_MODEL})
+
+
+def second_rows(full: bool) -> list[Row]:
+    """A conversation is read, pushed out by another one, and continued."""
+    first, again = asyncio.run(_second(3 if full else 1))
+    name = f"TTFT of the second turn out of host memory, {LONG:,} tokens, {AS_MODEL} on 2 x {DEVICE}, emulated"
+    return [at_most(name, 1e3 * again, "ms", 1e3 * first, "reading it again", SECOND_TARGET)]
+
+
+async def _second(rounds: int) -> tuple[float, float]:
+    config = emulated_model_config(num_layers=LAYERS, context_length=2 * LONG)
+    options = _cards(1.0)
+    first: list[float] = []
+    again: list[float] = []
+    async with engine_lab(
+        config=config,
+        max_blocks=LONG * 5 // 4 // BLOCK,
+        max_host_blocks=4 * LONG // BLOCK,
+        make_backend=lambda _: EmulatedBackend(options),
+    ) as lab:
+        gateway = await lab.gateway()
+        for number in range(rounds):
+            chats = [_prompt(2 * number + each, LONG) for each in range(2)]
+            turns = [await _ask(gateway, f"r{number}-{each}", chat, 2) for each, chat in enumerate(chats)]
+            first += [turn.ttft_s for turn in turns]
+            turn = await _ask(gateway, f"r{number}-again", [*chats[0], *turns[0].ids, 7, 8, 9], 2)
+            assert turn.cached >= LONG - BLOCK, "the second turn did not come out of host memory"
+            again.append(turn.ttft_s)
+    return statistics.median(first), statistics.median(again)
+
+
+def turns_rows(full: bool) -> list[Row]:
+    """Compare the tokens per second of users who take turns."""
+    turns = USERS if full else 4
+    without, with_tier = (asyncio.run(_turns(places, turns)) for places in (0, USERS * 2 * CONVERSATION // BLOCK))
+    name = f"{USERS} users with {CONVERSATION:,} tokens each, a device for {HELD}, {AS_MODEL} on 2 x {DEVICE}, emulated"
+    return [at_least(name, with_tier, "tok/s", without, "without host memory", TURNS_TARGET)]
+
+
+async def _turns(host_blocks: int, turns: int) -> float:
+    """Return the answers' tokens per second, once every conversation has been read."""
+    config = emulated_model_config(num_layers=LAYERS, context_length=2 * CONVERSATION)
+    options = _cards(1.0)
+    async with engine_lab(
+        config=config,
+        max_blocks=HELD * (CONVERSATION + 1_000) // BLOCK,
+        max_host_blocks=host_blocks,
+        make_backend=lambda _: EmulatedBackend(options),
+    ) as lab:
+        gateway = await lab.gateway()
+        gateway.patience_s = 600.0
+        known = [_prompt(user, CONVERSATION) for user in range(USERS)]
+        for user in range(0 if host_blocks else USERS - HELD, USERS):  # nothing is left of the others without it
+            await _ask(gateway, f"begin-{user}", known[user], 2)
+        begun_s = time.perf_counter()
+        for user in range(turns):
+            await _ask(gateway, f"turn-{user}", [*known[user], *_prompt(user + 99, QUESTION)], ANSWER)
+        return turns * ANSWER / (time.perf_counter() - begun_s)
+
+
+def demo_rows(_full: bool) -> list[Row]:
+    """The demo model, real processes and kernels."""
+    with running_nodes(1, models_dir=stored_demo().path.parent, threads=1) as (node,):
+        node.edgepipe("serve", "demo", "--kv-tokens", str(DEMO_KV_TOKENS), "--kv-ram", "2GB")
+        chats = [[7 * token + 3 for token in _prompt(user, DEMO_TOKENS)] for user in range(3)]
+        _demo_turn(node, chats[0][:300])  # warms the process up
+        asked = [*chats[0], 11, 12, 13]
+        first_s, ids = _demo_turn(node, asked)
+        for chat in chats[1:]:
+            _demo_turn(node, chat)
+        again_s, same = _demo_turn(node, asked)
+    assert ids == same, "host memory changed an answer"
+    name = f"TTFT of the demo model after host memory, {DEMO_TOKENS:,} tokens, one thread of this CPU, ids equal"
+    return [at_most(name, 1e3 * again_s, "ms", 1e3 * first_s, "reading it again", DEMO_TARGET)]
+
+
+def _demo_turn(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
+    (answer,) = complete(node, [prompt], max_tokens=16)
+    return answer.token_times_s[0] - answer.started_s, list(answer.token_ids)
+
+
+def overhead_rows(full: bool) -> list[Row]:
+    """Turn by turn without and with host memory, so that both see the same machine."""
+    rates: dict[int, list[float]] = {0: [], 4_096: []}
+    for _ in range(9 if full else 5):
+        for places, found in rates.items():
+            found.append(asyncio.run(_rate(places)))
+    without, with_tier = (statistics.median(found) for found in rates.values())
+    name = "hosts alone, 8 chats of 200 tokens, nothing is pushed out"
+    return [at_least(name, with_tier, "tok/s", without, "without host memory", OVERHEAD_TARGET)]
+
+
+async def _rate(host_blocks: int) -> float:
+    async with engine_lab(max_blocks=1_024, max_host_blocks=host_blocks) as lab:
+        gateway = await lab.gateway()
+        begun_s = time.perf_counter()
+        await asyncio.gather(*[_ask(gateway, f"r{user}", _prompt(user, 40), 200) for user in range(8)])
+        return 8 * 200 / (time.perf_counter() - begun_s)
+
+
+def quality_rows(full: bool) -> list[Row]:
+    """Compare predictions with those of wide KV; ``kv_quality`` says how."""
+    model = stored_demo()
+    tokens = model.tokenizer().encode(REFERENCE_TEXT)[: QUALITY_TOKENS if full else QUALITY_TOKENS // 4]
+    rows: list[Row] = []
+    for name, found in qualities(model, tokens).items():
+        what = f"KV of {name}, {len(tokens):,} tokens: KL divergence"
+        rows.append(below(what, found.kl, "nats", QUALITY_BARS[name]))
+        rows.append(Row("  the same most likely token", 100 * found.same_token, "%"))
+    return rows
+
+
+def facts_rows(full: bool) -> list[Row]:
+    """Count the facts that each form of KV finds, of those that wide KV finds."""
+    model, count = stored_demo(), QUALITY_TOKENS if full else QUALITY_TOKENS // 4
+    wide = facts_found(model, "", count)
+    rows = [Row(f"facts found with wide KV, {count:,} tokens, of {len(FACTS)}", len(wide), "facts")]
+    for name, form in FORMS.items():
+        found = facts_found(model, form, count)
+        lost = [fact for fact in wide if fact not in found]
+        what = f"lost: {', '.join(lost)}" if lost else "none lost"
+        rows.append(Row(f"with KV of {name}, {what}", len(found), "facts", target="none lost", met=not lost))
+    return rows
+
+
+def decode_rows(full: bool) -> list[Row]:
+    """Compare the time of a decode step that a long context costs."""
+    times = decode_times(stored_demo(), DECODE_TOKENS, rounds=15 if full else 7)
+    wide = times.pop("wide")
+    rows: list[Row] = []
+    for name, found in times.items():
+        what = f"speed of attention to {DECODE_TOKENS:,} tokens, KV of {name}, one thread"
+        values = 1 / found.attention_s, "steps/s", 1 / wide.attention_s
+        rows.append(at_least(what, *values, "wide KV", DECODE_TARGETS[name]))
+        whole = found.long_s, wide.long_s
+        rows.append(Row("  whole steps", 1 / whole[0], "tok/s", 1 / whole[1], "wide KV", whole[1] / whole[0]))
+    return rows
+
+
+PARTS: dict[str, Part] = {
+    "fits": fits_rows,
+    "second": second_rows,
+    "turns": turns_rows,
+    "demo": demo_rows,
+    "overhead": overhead_rows,
+}
+
+
+if __name__ == "__main__":
+    run_parts("context", PARTS, if_named={"quality": quality_rows, "facts": facts_rows, "decode": decode_rows})

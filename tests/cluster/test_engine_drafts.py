@@ -1,0 +1,139 @@
+"""Windows of drafts through real stages: every token is the one that it is without them."""
+
+from __future__ import annotations
+
+import pytest
+from edgepipe_emulated import emulated_model_config
+
+from edgepipe.engine.micro_batches import MicroBatches
+from edgepipe.sampling import SamplingParams
+from edgepipe.sampling.grammar import choice_grammar
+from edgepipe.spec.facts import ModelConfig
+from tests.support.engine.lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
+from tests.support.engine.load import run_load
+
+WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
+STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)
+PROMPT = [7, 3, 9, 1, 4, 4, 8, 2]
+
+
+@pytest.fixture
+def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is worth a try, also beside other chats."""
+    monkeypatch.setattr(MicroBatches, "period_s", lambda self, rows: 1.0)
+    monkeypatch.setattr(MicroBatches, "draft_s", 0.0)
+
+
+def drafts_of(lab: EngineLab) -> tuple[int, int, int]:
+    drafts = lab.engine.state().drafts
+    assert drafts is not None
+    return drafts.windows, drafts.drafted, drafts.accepted
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("acceptance", ["1", "0.5", "0"])
+async def test_a_lone_chat_gets_its_tokens_in_fewer_turns(num_stages: int, acceptance: str) -> None:
+    async with engine_lab(num_stages=num_stages, acceptance=acceptance) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 120))
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 120)
+        windows, drafted, accepted = drafts_of(lab)
+        assert windows > 0
+        assert accepted == (drafted if acceptance == "1" else 0) or 0 < accepted < drafted
+        assert (windows < 20) == (acceptance == "1")
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+async def test_a_stop_id_and_a_cancel_within_a_window_end_the_answer_there() -> None:
+    tokens = oracle_tokens(PROMPT, 60)
+    stop = next(token for place, token in enumerate(tokens) if place > 20 and token not in tokens[:place])
+    async with engine_lab(acceptance="1") as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 60, stop_token_ids=frozenset({stop})))
+        assert (await gateway.ended("a")).ids == tokens[: tokens.index(stop) + 1]
+        gateway.send(submission("b", PROMPT, 60))
+        await gateway.has("b", 3)
+        gateway.cancel("b", at_position=41)
+        assert (await gateway.ended("b")).ids == tokens[: len(gateway.answer("b").ids)]
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+async def test_penalties_draws_and_log_probabilities_are_those_of_single_rows() -> None:
+    sampling = SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.4, logprobs=True, top_logprobs=2)
+    answers = []
+    for draft in ("off", "auto"):
+        async with engine_lab(acceptance="0.9", constraints={"draft": draft}) as lab:
+            gateway = await lab.gateway()
+            gateway.send(submission("a", PROMPT, 80, sampling=sampling))
+            answers.append(await gateway.ended("a"))
+            assert (drafts_of(lab)[2] > 0) == (draft == "auto")
+    assert answers[0].ids == answers[1].ids
+    assert answers[0].logprobs == answers[1].logprobs
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+async def test_a_grammar_s_tokens_are_drafted_by_it() -> None:
+    sampling = SamplingParams(temperature=0.0, grammar=choice_grammar(["a very long answer that is the only one"]))
+    async with engine_lab(constraints={"draft": "lookup"}) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 60, sampling=sampling, ignore_eos=False))
+        answer = await gateway.ended("a")
+        assert bytes(answer.ids[:-1]) == b"a very long answer that is the only one"
+        windows, drafted, accepted = drafts_of(lab)
+        assert drafted == accepted > 20
+        assert windows < 10
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+async def test_a_prompt_that_the_answer_repeats_is_looked_up() -> None:
+    tokens = oracle_tokens(PROMPT, 90)
+    async with engine_lab(constraints={"draft": "lookup"}) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 90))
+        assert (await gateway.ended("a")).ids == tokens
+        assert drafts_of(lab)[1] >= 0
+
+
+KINDS = pytest.mark.parametrize(
+    ("config", "contiguous_kv", "max_blocks"),
+    [(CONFIG, False, 40), (CONFIG, True, 40), (WINDOWS, False, 160), (STATES, False, 40)],
+    ids=["shared", "copied", "windows", "states"],
+)
+
+
+@pytest.mark.usefixtures("rows_cost_nothing")
+@KINDS
+async def test_every_token_is_right_though_stages_are_lost(
+    config: ModelConfig, contiguous_kv: bool, max_blocks: int
+) -> None:
+    load = await run_load(
+        seed=11,
+        tokens=450,
+        contiguous_kv=contiguous_kv,
+        num_gateways=3,
+        max_blocks=max_blocks,
+        longest=100,
+        config=config,
+        losses=2,
+        acceptance="0.7",
+    )
+    assert load.drafts is not None
+    assert 0 < load.drafts.accepted < load.drafts.drafted
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("rows_cost_nothing")
+@KINDS
+async def test_a_third_of_a_million_tokens_are_right(config: ModelConfig, contiguous_kv: bool, max_blocks: int) -> None:
+    await run_load(
+        seed=12,
+        tokens=340_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=8,
+        max_blocks=7 * max_blocks,
+        config=config,
+        losses=20,
+        acceptance="0.7",
+    )

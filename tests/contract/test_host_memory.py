@@ -1,0 +1,93 @@
+"""Blocks and states go to host memory and come back elsewhere, on every backend: nothing is computed otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgepipe.backend.types import BlockRun, RowState, StateWrite, StepRow, TierMove, WindowRuns
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.testing.tiny_model import tiny_config
+from tests.contract.test_windowed_kv import windowed
+from tests.support.backends.maker import Maker
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids
+from tests.support.models.recurrent_layers import MODELS
+
+TOKENS = np.random.default_rng(11).integers(1, 31, 24).tolist()
+OTHERS = np.random.default_rng(12).integers(1, 31, 24).tolist()
+KNOWN = 20
+
+
+def models() -> dict[str, ModelConfig]:
+    found = {"context": tiny_config(), "windows": windowed()}
+    return found | {f"states-{name}": config for name, config in MODELS.items()}
+
+
+@pytest.fixture(params=list(models()))
+def model(request: pytest.FixtureRequest) -> ModelConfig:
+    return models()[request.param]
+
+
+def test_a_conversation_goes_on_in_other_blocks_after_host_memory(maker: Maker, model: ModelConfig) -> None:
+    """Its blocks and its state leave, others take their places, and it comes back to other places."""
+    size = maker.block_size
+    has_windows, has_states = any(layer.window for layer in model.layers), bool(model.state_bytes())
+    blocks = -(-len(TOKENS) // size)
+    backend, whole = maker.loaded(model), maker.loaded(model)
+    places = (4, *([4] if has_windows else []), *([3] if has_states else []))
+    for each in (backend, whole):
+        each.allocate_kv(
+            num_blocks=3 * blocks,
+            block_size=size,
+            window_blocks=(3 * blocks - 1,) if has_windows else (),
+            state_slots=2 if has_states else 0,
+            host_places=places if each is backend else (),
+        )
+
+    def row(position: int, count: int, first: int, *, read: int | None, write: int, sequence: int = 1) -> StepRow:
+        made = step_row(position, count, (first, blocks), sequence=sequence)
+        if has_windows:
+            made = replace(made, windows=(WindowRuns(0, (BlockRun(first, blocks),)),))
+        return replace(made, state=RowState(read, (StateWrite(count, write),))) if has_states else made
+
+    def moves(first: int, slot: int, *, out: bool) -> tuple[TierMove, ...]:
+        moved = [
+            TierMove(number, first + index, 3 - index, out)
+            for number in range(1 + has_windows)
+            for index in range(min(blocks, 4))
+        ]
+        return (*moved, *([TierMove(1 + has_windows, slot, 2, out)] if has_states else []))
+
+    prompt, rest = token_ids(TOKENS[:KNOWN]), token_ids(TOKENS[KNOWN:])
+    run_step(whole, make_step([row(0, KNOWN, 0, read=None, write=0)]), prompt)
+    expected = run_step(whole, make_step([row(KNOWN, 4, 0, read=0, write=0)]), rest)
+
+    run_step(backend, make_step([row(0, KNOWN, 0, read=None, write=0)]), prompt)
+    leaving = replace(make_step([row(0, 24, 0, read=None, write=0, sequence=2)], step=2), moves=moves(0, 0, out=True))
+    run_step(backend, leaving, token_ids(OTHERS))
+    coming = replace(make_step([row(KNOWN, 4, blocks, read=1, write=1)], step=3), moves=moves(blocks, 1, out=False))
+    maker.assert_same(run_step(backend, coming, rest), expected)
+
+
+def test_moves_of_one_step_follow_one_another(maker: Maker) -> None:
+    """A place in host memory is read and then taken by another block of the same step."""
+    size = maker.block_size
+    backend = maker.loaded(tiny_config())
+    backend.allocate_kv(num_blocks=3, block_size=size, host_places=(1,))
+    run_step(backend, make_step([step_row(0, 16, (0, 1))]), token_ids(TOKENS[:16]))
+    run_step(backend, make_step([step_row(0, 16, (1, 1), sequence=2)], step=2), token_ids(OTHERS[:16]))
+    leaving = make_step([step_row(15, 1, (1, 1), sequence=2)], step=3)
+    run_step(backend, replace(leaving, moves=(TierMove(0, 0, 0, True),)), token_ids(OTHERS[15:16]))
+    there_and_back = (TierMove(0, 2, 0, False), TierMove(0, 1, 0, True), TierMove(0, 0, 0, False))
+    rows = [step_row(15, 1, (2, 1)), step_row(15, 1, (0, 1), sequence=2)]
+    step = replace(make_step(rows, step=4), moves=there_and_back)
+    found = run_step(backend, step, token_ids(TOKENS[15:16], OTHERS[15:16]))
+    fresh = maker.loaded(tiny_config())
+    fresh.allocate_kv(num_blocks=3, block_size=size)
+    expected = [
+        run_step(fresh, make_step([step_row(0, 16, (0, 1))], logit_rows=[15]), token_ids(tokens[:16]))
+        for tokens in (TOKENS, OTHERS)
+    ]
+    maker.assert_same(found, np.concatenate(expected))

@@ -1,0 +1,52 @@
+"""The demo model served with little KV and host memory below it: what a user gets of ``edgepipe serve --kv-ram``."""
+
+from __future__ import annotations
+
+import secrets
+from importlib.util import find_spec
+
+import httpx
+import pytest
+
+from edgepipe.cli.admin import connect
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster, wait_until_joined
+from edgepipe.cli.serve import serve_request, serve_with_progress
+from edgepipe.store.store import StoredModel
+from tests.support.processes.nodes import until_answers
+
+pytestmark = [
+    pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),
+    pytest.mark.timeout(180),
+    pytest.mark.long,
+]
+STORY = "Chapter {}. " + "The ship sailed on over the dark sea, and nobody on board spoke. " * 18
+TOKENS = 512  # of KV: one conversation, and not two
+
+
+async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_model: StoredModel) -> None:
+    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
+    plan = LocalCluster(
+        cluster=f"kv-ram-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
+    )
+    async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
+        assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
+        request = serve_request("demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="200MB", draft="off")
+        engine = await serve_with_progress(admin, request)
+        assert engine.num_blocks * engine.block_size == TOKENS
+        assert engine.host_blocks > 4 * engine.num_blocks
+        port = started[1].http_port
+        await until_answers(port)
+        answers: list[tuple[str, int]] = []
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            for number in (1, 2, 1):
+                body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
+                response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                found = response.json()
+                answers.append((found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]))
+            metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    first, other, again = answers
+    assert (first[1], other[1]) == (0, 0)
+    assert again[1] > 200
+    assert again[0] == first[0]
+    assert "edgepipe_kv_host_blocks" in metrics

@@ -1,0 +1,68 @@
+"""Count the kernels of a step on Metal from MLX's graph, without a Mac: built as for Metal, and not run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import pytest
+from edgepipe_mlx import MlxBackend, backend
+from edgepipe_mlx.backend import StepTicket
+
+from edgepipe.backend.types import BackendOptions
+
+_VIEWS = {
+    *("Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"),
+    *("StopGradient", "Transpose", "Unflatten", "View"),
+}
+"""Primitives that launch nothing on Metal. A reshape of rows that do not adjoin would copy; it is not seen here."""
+_NODE = re.compile(r"{ (\d+) \[label =\"(\w+)\", shape=rectangle\]; }")
+
+
+class CountedBackend(MlxBackend):
+    """Counts the kernels of each step instead of computing it."""
+
+    kernels: Counter[str]
+
+    def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
+        self.kernels = _kernels([ticket.array, *updated])
+        self._started = ticket
+
+
+@contextmanager
+def counted_backend(options: BackendOptions) -> Iterator[CountedBackend]:
+    """Yield a backend that keeps weights as on Metal.
+
+    On a CPU, MLX computes norms, rotations and attention by many operations. Here one stands for each, which nothing
+    else uses, and which MLX fuses with no other, as on Metal.
+    """
+
+    def stands(operation: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda x, *_given, **_named: operation(x, axis=-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_cpu", lambda _device: False)
+        patch.setattr(mx.fast, "rms_norm", stands(mx.sort))
+        patch.setattr(mx.fast, "rope", stands(mx.cumsum))
+        patch.setattr(mx.fast, "scaled_dot_product_attention", stands(mx.cummax))
+        made = CountedBackend(options)
+        patch.setattr(backend, "configure", lambda _device: mx.set_default_device(mx.Device(mx.cpu)))
+        mx.enable_compile()  # of no CPU code: nothing is evaluated
+        try:
+            yield made
+        finally:
+            mx.disable_compile()
+
+
+def _kernels(results: list[mx.array]) -> Counter[str]:
+    """Count the primitives on which results depend, each once. Arrays that are joined are copied one by one."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *results)
+    nodes: list[tuple[str, str]] = _NODE.findall(text.getvalue())  # calls of one compiled function have one number
+    found = Counter(name for _, name in nodes if name not in _VIEWS and name != "Concatenate")
+    joins = {node for node, name in nodes if name == "Concatenate"}
+    return found + Counter({"Concatenate": sum(text.getvalue().count(f"-> {node}\n") for node in joins)})

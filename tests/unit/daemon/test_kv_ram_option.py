@@ -1,0 +1,101 @@
+"""``--kv-ram``: from the flag to the host memory that a node sets aside for idle KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from edgepipe_emulated import EmulatedBackend
+
+from edgepipe.backend.types import BackendOptions, DeviceProfile, StageSettings
+from edgepipe.cli.serve import serve_request
+from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement, PlanInvalid
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.weights.mixes import named_model
+from edgepipe.wire.children import PrepareRequest
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.engines import StagePlacement
+from edgepipe.wire.v1 import node_pb2
+
+CONFIG, WEIGHTS = named_model("qwen3-8b:q4_k_m")
+SLICES = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
+GPU = EmulatedBackend(BackendOptions(device="rtx4090")).profile()
+CPU = replace(GPU, device="cpu", ram_total_bytes=0, ram_free_bytes=0)
+GB = 10**9
+
+
+def prepare(kv_ram: str, pipeline: str = "p") -> PrepareRequest:
+    request = PrepareRequest(
+        pipeline_id=PipelineId(pipeline),
+        epoch=Epoch(1, EngineId("e")),
+        placement=StagePlacement(node_id=NodeId("a"), slices=SLICES),
+        settings=StageSettings(kv_ram=kv_ram),
+        kv_tokens=512,
+    )
+    return from_wire(to_wire(request, node_pb2.PrepareRequest), PrepareRequest)
+
+
+def memory(profile: DeviceProfile) -> DeviceMemory:
+    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+    made.measured(profile)
+    return made
+
+
+@pytest.mark.parametrize(("given", "kept"), [("off", ""), ("auto", "auto"), ("8GB", str(8 * GB)), ("0", "")])
+def test_the_flag_s_values(given: str, kept: str) -> None:
+    assert serve_request("m", kv_ram=given).options.settings.kv_ram == kept
+
+
+def test_a_flag_that_is_no_size_says_what_to_give() -> None:
+    with pytest.raises(ConfigInvalid, match="--kv-ram cannot be 'much'"):
+        serve_request("m", kv_ram="much")
+
+
+def test_auto_takes_a_third_of_what_is_free_and_engines_share_it() -> None:
+    held = memory(GPU)
+    held.reserve(prepare("auto"), CONFIG, WEIGHTS)
+    first = held.tier_bytes("p")
+    assert GPU.ram_free_bytes // 4 < first <= GPU.ram_free_bytes // 3
+    held.reserve(prepare("auto", "q"), CONFIG, WEIGHTS)
+    assert held.tier_bytes("q") == pytest.approx(2 / 3 * first, abs=1)
+    held.reserve(prepare("auto"), CONFIG, WEIGHTS)
+    assert held.tier_bytes("p") < first, "what another engine holds is not free"
+    held.release("p")
+    assert held.tier_bytes("p") == 0
+
+
+def test_a_size_is_taken_whole_or_refused_with_what_is_free() -> None:
+    held = memory(GPU)
+    held.reserve(prepare(str(2 * GB)), CONFIG, WEIGHTS)
+    assert held.tier_bytes("p") == 2 * GB
+    with pytest.raises(NoFeasiblePlacement, match="lacks host memory") as refused:
+        held.reserve(prepare(str(900 * GB), "q"), CONFIG, WEIGHTS)
+    assert "--kv-ram" in refused.value.next_step
+    assert held.tier_bytes("q") == 0
+    with pytest.raises(PlanInvalid):
+        held.reserve(prepare("lots"), CONFIG, WEIGHTS)
+
+
+def test_where_the_device_s_memory_is_the_host_s_only_a_size_takes_some() -> None:
+    held = memory(CPU)
+    held.reserve(prepare("auto"), CONFIG, WEIGHTS)
+    assert held.tier_bytes("p") == 0
+    held.reserve(prepare(str(GB)), CONFIG, WEIGHTS)
+    assert held.tier_bytes("p") == GB
+    with pytest.raises(NoFeasiblePlacement):
+        held.reserve(prepare(str(100 * GB)), CONFIG, WEIGHTS)
+
+
+def test_a_stage_that_is_replaced_keeps_its_host_memory_until_then() -> None:
+    held = memory(GPU)
+    held.reserve(prepare(str(2 * GB)), CONFIG, WEIGHTS)
+    assert held.reserve_beside(prepare(str(3 * GB)), CONFIG, WEIGHTS)
+    assert held.tier_bytes("p") == 3 * GB
+    assert held.tier_bytes("p before") == 2 * GB
+    held.keep_before("p")
+    assert held.tier_bytes("p") == 2 * GB
+    assert held.reserve_beside(prepare(str(3 * GB)), CONFIG, WEIGHTS)
+    held.release_before("p")
+    assert (held.tier_bytes("p"), held.tier_bytes("p before")) == (3 * GB, 0)

@@ -1,0 +1,205 @@
+"""4-bit KV against a reference in float64 that reads the stored bytes on its own."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.step_ops import CompiledOps  # noqa: E402
+from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads  # noqa: E402
+from edgepipe_torch.layers.host_copies import HostCopies  # noqa: E402
+from edgepipe_torch.layers.kv_codes import Codes, FourBits  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # noqa: E402
+from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
+from edgepipe_torch.layers.prepared import prepare_step  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
+
+from edgepipe.backend.types import TierMove  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
+from tests.support.backends.steps import make_step, step_row  # noqa: E402
+
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+CPU = torch.device("cpu")
+BLOCK = 4
+SIZES = ((8, 0), (16, 0), (64, 0), (80, 0), (96, 0), (128, 0), (256, 0), (72, 56), (36, 32), (576, 512))
+
+
+def group_and_block(head_dim: int, value_width: int) -> tuple[int, int]:
+    block = next(size for size in (512, 256, 128, 64, 32, 16, 8, 4) if head_dim % size == value_width % size == 0)
+    return min(block, 32), block
+
+
+def hadamard(size: int) -> Floats:
+    """The orthonormal matrix, by Sylvester's construction."""
+    two = np.array([[1.0, 1.0], [1.0, -1.0]])
+    return reduce(np.kron, [two] * (size.bit_length() - 1), np.ones((1, 1))) / np.sqrt(size)
+
+
+def turned(vectors: npt.ArrayLike, block: int) -> Floats:
+    wide = np.asarray(vectors, np.float64)
+    return (wide.reshape(*wide.shape[:-1], -1, block) @ hadamard(block)).reshape(wide.shape)
+
+
+def scales_of(stored: Bytes) -> Floats:
+    """Three bits behind the point, the others the exponent."""
+    whole = stored.astype(np.float64)
+    return np.where(stored == 255, np.nan, (1 + whole % 8 / 8) * 2.0 ** (whole // 8 - 20))
+
+
+def values_of(codes: Bytes, scales: Bytes, group: int) -> Floats:
+    """What bytes [..., D / 2] and [..., groups] say, rotated as they are stored."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, group // 2)
+    levels = np.concatenate([pairs % 16, pairs // 16], -1) - 7.5
+    return (levels * scales_of(scales)[..., None]).reshape(*codes.shape[:-1], -1)
+
+
+def numbers(made: Codes) -> tuple[Bytes, Bytes]:
+    return made.codes.numpy(), made.scales.numpy()
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> tuple[int, int, npt.NDArray[np.float32]]:
+    """A size, and vectors with channels that are much larger than others."""
+    head_dim, value_width = draw(st.sampled_from(SIZES))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    spread = 2.0 ** draw(st.integers(-12, 8)) * np.exp2(rng.integers(0, draw(st.integers(1, 6)), head_dim))
+    found = rng.standard_normal((3, 2, head_dim)) * spread + draw(st.sampled_from([0.0, 1.0, -30.0]))
+    return head_dim, value_width, found.astype(np.float32)
+
+
+@given(vectors())
+def test_a_value_is_rounded_by_at_most_half_a_scale(case: tuple[int, int, npt.NDArray[np.float32]]) -> None:
+    head_dim, value_width, given_values = case
+    group, block = group_and_block(head_dim, value_width)
+    codes, scales = numbers(FourBits(head_dim, value_width).encode(torch.from_numpy(given_values)))
+    wanted = turned(given_values, block)
+    largest = np.abs(wanted).max(-1, keepdims=True)
+    allowed = np.repeat(scales_of(scales), group, -1) / 2 + 1e-6 * largest
+    assert (np.abs(values_of(codes, scales, group) - wanted) <= allowed).all()
+    highest = np.abs(wanted).reshape(*wanted.shape[:-1], -1, group).max(-1)
+    assert (scales_of(scales) <= np.maximum(highest / 7.5 * 1.0626, 2.0**-20) + 1e-6 * largest).all()
+
+
+@given(vectors())
+def test_what_is_read_is_what_the_bytes_say(case: tuple[int, int, npt.NDArray[np.float32]]) -> None:
+    head_dim, value_width, given_values = case
+    form = FourBits(head_dim, value_width)
+    made = form.encode(torch.from_numpy(given_values))
+    expected = values_of(*numbers(made), group_and_block(head_dim, value_width)[0])
+    np.testing.assert_array_equal(form.widen(made, torch.float32).double().numpy(), expected)
+    narrow = form.widen(made, torch.bfloat16)
+    assert torch.equal(narrow, form.widen(made, torch.float32).bfloat16()), "rounded once"
+
+
+@given(vectors())
+def test_products_and_sums_are_unchanged_by_the_rotation(case: tuple[int, int, npt.NDArray[np.float32]]) -> None:
+    head_dim, value_width, given_values = case
+    form, wide = FourBits(head_dim, value_width), torch.from_numpy(given_values).double()
+    rotated, size = form.turned(torch.from_numpy(given_values)).double(), float(wide.norm(dim=-1).max())
+    products = wide.flatten(0, 1) @ wide.flatten(0, 1).T
+    torch.testing.assert_close(rotated.flatten(0, 1) @ rotated.flatten(0, 1).T, products, rtol=0, atol=1e-5 * size**2)
+    width = value_width or head_dim
+    back = form.turned(rotated[..., :width].sum(0).float()).double()
+    torch.testing.assert_close(back, wide[..., :width].sum(0), rtol=0, atol=1e-5 * size)
+
+
+def test_a_channel_of_large_values_costs_the_others_less_with_the_rotation() -> None:
+    rng = np.random.default_rng(3)
+    found = rng.standard_normal((50, 1, 128)).astype(np.float32)
+    found[..., 5] = 60 + found[..., 5]
+
+    def others_lost(block: int) -> float:
+        form = FourBits(128)
+        form.block = block
+        read = turned(values_of(*numbers(form.encode(torch.from_numpy(found))), 32), block)
+        return float(((read - found)[..., :32] ** 2).mean())
+
+    assert others_lost(128) < 0.15 * others_lost(1)
+
+
+def test_zeros_stay_near_zero() -> None:
+    form = FourBits(64)
+    assert form.widen(form.encode(torch.zeros(2, 3, 64)), torch.float32).abs().max() <= 2.0**-21
+    assert form.widen(form.empty((2, 3), CPU), torch.float32).abs().max() <= 7.5 * 2.0**-20, "slots never written"
+
+
+def kinds(config: ModelConfig) -> LayerHeads:
+    attention = config.layers[0].attention
+    assert attention is not None
+    return layer_heads([attention])[0]
+
+
+def compiled(config: ModelConfig) -> CompiledOps | None:
+    kernels = cpu_kernels()
+    if not isinstance(kernels, CpuKernels):
+        return None
+    return CompiledOps(kernels, config, Workspace(torch.float32, CPU), kv="4bit")
+
+
+@given(
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    groups=st.integers(1, 3),
+    context=st.integers(0, 60),
+    new=st.sampled_from([1, 1, 4, 20]),
+    by_kernels=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_attention_is_that_of_the_stored_values(
+    head_dim: int, groups: int, context: int, new: int, by_kernels: bool, seed: int
+) -> None:
+    """In float64, over what the bytes say: queries as they came, keys and values rotated back."""
+    config = tiny_config(num_heads=2 * groups, num_kv_heads=2, head_dim=head_dim)
+    shape, length = kinds(config), context + new
+    rng = np.random.default_rng(seed)
+    blocks = -(-length // BLOCK)
+    pool = PackedKVStorage([shape], classes=[0], num_blocks=[blocks], block_size=BLOCK, device=CPU, form="4bit")
+    stored = rng.standard_normal((length, 4, head_dim)).astype(np.float32)
+    pool.write(0, torch.arange(length), torch.from_numpy(stored))
+    group, block = group_and_block(head_dim, 0)
+    kept = turned(values_of(*numbers(pool.run(0, 0, length)), group), block)  # the matrix is its own inverse
+    prepared = prepare_step(
+        make_step([step_row(context, new, (0, blocks))]),
+        rotations=Rotations(config),
+        block_size=BLOCK,
+        num_blocks=blocks,
+    )
+    queries = rng.standard_normal((new, 2 * groups, head_dim)).astype(np.float32)
+    found, own = torch.zeros(new, 2 * groups, head_dim), torch.from_numpy(queries.copy())
+    masks, ops = CausalMasks(torch.float32, CPU), compiled(config) if by_kernels else None
+    PackedSequenceAttention(prepared, pool, masks, torch.float32, ops).run(shape, own, found)
+    for row in range(new):
+        for head in range(2 * groups):
+            keys, values = kept[: context + row + 1, head // groups], kept[: context + row + 1, 2 + head // groups]
+            logits = keys @ queries[row, head].astype(np.float64) * shape.scale
+            shares = np.exp(logits - logits.max())
+            expected = shares / shares.sum() @ values
+            np.testing.assert_allclose(found[row, head].double().numpy(), expected, rtol=0, atol=2e-4)
+
+
+def test_blocks_in_host_memory_come_back_byte_by_byte() -> None:
+    config = tiny_config(num_layers=2, num_kv_heads=2, head_dim=64)
+    heads = layer_heads([spec.attention for spec in config.layers if spec.attention])
+    pool = PackedKVStorage(heads, classes=[0], num_blocks=[4], block_size=4, device=CPU, form="4bit")
+    for layer in range(2):
+        pool.write(layer, torch.arange(4, 8), torch.randn(4, 4, 64))
+    expected = [Codes(*(array.clone() for array in pool.run(layer, 4, 8))) for layer in range(2)]
+    host = HostCopies(pool.stored, [3])
+    host.move([TierMove(number=0, place=1, kept=2, out=True)])
+    for layer in range(2):
+        pool.write(layer, torch.arange(4, 8), torch.zeros(4, 4, 64))
+    host.move([TierMove(number=0, place=3, kept=2, out=False)])
+    for layer in range(2):
+        for found, wanted in zip(pool.run(layer, 12, 16), expected[layer], strict=True):
+            assert torch.equal(found, wanted)
