@@ -10,7 +10,9 @@ def start() -> NoReturn:
     """Run the command line of this process."""
     try:
         from edgepipe.config import prepare_environment
+        from edgepipe.interrupts import keep_interrupts
 
+        keep_interrupts()
         prepare_environment()  # gRPC reads its settings when it is imported
         from edgepipe.cli.main import main
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import grpc.aio
 
 from edgepipe.daemon.machine.data_dir import home_name, socket_path
 from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
+from edgepipe.interrupts import run_interruptible
 from edgepipe.link.admin_client import Admin, admin_at
 from edgepipe.link.channels import sent_error
 from edgepipe.wire.nodes import ClusterStatus
@@ -64,9 +64,9 @@ def ask_node(data_dir: Path, ask: Callable[[Admin], Coroutine[Any, Any, T]]) -> 
         async with connect(data_dir) as admin:
             return await ask(admin)
 
-    return asyncio.run(work())
+    return run_interruptible(work())
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Run a verb's asynchronous part."""
-    return asyncio.run(work)
+    return run_interruptible(work)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from edgepipe.errors import EdgepipeError, ModelInvalid
 from edgepipe.files.progress import OnProgress, PlannedFile, ProgressCounter
+from edgepipe.interrupts import run_interruptible
 from edgepipe.spec.config import gguf_config, read_hf_config
 from edgepipe.spec.layout import check_layout
 from edgepipe.store.hub import HubDownload, failure_text, suggesting_alternative
@@ -71,7 +72,7 @@ def check_hub(
 def _check_gguf(plan: HubDownload, asking: _Asking) -> None:
     with suggesting_alternative(plan):
         reading = _headers(plan, plan.gguf, parse_gguf_header, most_bytes=MAX_GGUF_HEADER_BYTES, asking=asking)
-        headers = asyncio.run(reading)
+        headers = run_interruptible(reading)
     joined = JoinedGguf(headers)
     factors = expected_rope_factors(joined)  # ``install`` reads the real ones
     check_layout(gguf_config(joined.metadata, joined.shapes, factors), joined.infos)
@@ -91,7 +92,7 @@ def _check_safetensors(plan: HubDownload, folder: Path, asking: _Asking) -> None
     if missing := indexed - {file.name for file in files}:
         raise ModelInvalid("the repository lacks weight files", fact=f"missing: {', '.join(sorted(missing)[:5])}")
     reading = _headers(plan, files, parse_safetensors, most_bytes=8 + MAX_HEADER_BYTES, asking=asking)
-    places = indexed_places(folder, asyncio.run(reading))
+    places = indexed_places(folder, run_interruptible(reading))
     if len(places) > MAX_TENSORS:
         raise ModelInvalid("the model has too many tensors", fact=f"{len(places)}, at most {MAX_TENSORS} are read")
     infos = {name: place.info for name, (_, place) in places.items()}

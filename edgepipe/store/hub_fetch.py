@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelInvalid
 from edgepipe.files.progress import OnProgress, PlannedFile, ProgressCounter
+from edgepipe.interrupts import run_interruptible
 from edgepipe.store.hub import HubDownload, failure_text
 from edgepipe.store.hub_files import HubFiles
 from edgepipe.store.hub_part import PartFile, hash_fits, part_bytes
@@ -36,9 +36,9 @@ def fetch_hub(
     is deleted).
     """
     fetching = _Fetching(plan, folder, on_progress, endpoint, pauses or PullClock())
-    asyncio.run(fetching.files([file for file in plan.files if file.name in METADATA_NAMES]))
+    run_interruptible(fetching.files([file for file in plan.files if file.name in METADATA_NAMES]))
     check(folder)
-    asyncio.run(fetching.files([file for file in plan.files if file.name not in METADATA_NAMES]))
+    run_interruptible(fetching.files([file for file in plan.files if file.name not in METADATA_NAMES]))
 
 
 def kept_bytes(plan: HubDownload, folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import typer
 from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.cli.output import make_console, make_table, print_json, say
 from edgepipe.errors import ConfigInvalid
+from edgepipe.interrupts import run_interruptible
 from edgepipe.plain_words import plain
 from edgepipe.safe_text import json_text, one_line
 from edgepipe.units import format_bytes
@@ -29,7 +29,7 @@ def measure_here(config: Config, *, as_json: bool, output: Path | None) -> None:
     from edgepipe.cli.doctor.measurement import file_name
     from edgepipe.cli.doctor.measuring import measure
 
-    found = asyncio.run(measure(config, _progress))
+    found = run_interruptible(measure(config, _progress))
     if as_json:
         print_json(found.as_json())
     else:

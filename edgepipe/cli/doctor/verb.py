@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from edgepipe.cli.doctor.measured_view import measure_here
 from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json
 from edgepipe.cli.output import columns, make_console, print_json, wrapped
 from edgepipe.errors import ConfigInvalid
+from edgepipe.interrupts import run_interruptible
 from edgepipe.safe_text import one_line
 
 _MARKS = {
@@ -56,7 +56,7 @@ def doctor(
             raise ConfigInvalid("--measure measures this machine alone", next_step="edgepipe doctor --measure")
         measure_here(config, as_json=as_json, output=output)
         return
-    findings = asyncio.run(examine(config, peer or [], say=_nothing if as_json else _print_finding))
+    findings = run_interruptible(examine(config, peer or [], say=_nothing if as_json else _print_finding))
     level = worst(findings)
     if as_json:
         print_json({"level": level, "findings": [asdict(finding) for finding in findings]})

@@ -29,6 +29,7 @@ from edgepipe.errors import (
     NoPeersFound,
     PairingRejected,
 )
+from edgepipe.interrupts import run_interruptible
 from edgepipe.link.admin_client import Admin
 
 if TYPE_CHECKING:
@@ -397,7 +398,7 @@ def _reachable(setup: Setup, host: str) -> bool:
 def _diagnose(setup: Setup) -> None:
     from edgepipe.cli.doctor.examining import examine
 
-    asyncio.run(examine(setup.config, [], say=_show))
+    run_interruptible(examine(setup.config, [], say=_show))
 
 
 def _browse(setup: Setup) -> list[Announcement]:
