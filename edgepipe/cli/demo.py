@@ -237,7 +237,7 @@ class _Demo:
 
         num_layers = ModelStore(self._plan.models_dir).resolve(self._model).config.num_layers
         plan = even_layers(num_layers, [node.name for node in self._plan.nodes])
-        engine = await serve_with_progress(admin, serve_request(self._model, plan=plan))
+        (engine,) = await serve_with_progress(admin, serve_request(self._model, plan=plan))
         self._done(f"{engine.model}: {describe_stages(engine)}")
         return engine
 

@@ -67,7 +67,7 @@ async def _own_target(admin: Admin, model: str) -> Target:
     engine = served_engine(status, model, verb="chat")
     if engine is None:
         wanted = model or _only_model(status)
-        engine = await serve_with_progress(admin, serve_request(wanted))
+        engine = (await serve_with_progress(admin, serve_request(wanted)))[0]
     return Target(
         base_url=f"http://127.0.0.1:{own.http_port}", model=engine.model, num_nodes=max(1, len(engine.stages))
     )

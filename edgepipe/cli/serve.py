@@ -203,16 +203,17 @@ def serve(
 
     folder = data_dir_of(data_dir)
     try:
-        engine = ask_node(folder, lambda admin: serve_with_progress(admin, request, lines=as_json and progress))
+        engines = ask_node(folder, lambda admin: serve_with_progress(admin, request, lines=as_json and progress))
     except ModelUnknown as refused:
         from edgepipe.cli.offering import fetch_unserved
 
         fetched = fetch_unserved(model, folder, models_dir_of(data_dir, None), refused, yes=yes, as_json=as_json)
         again = replace(request, options=replace(options, model=fetched))
-        engine = ask_node(folder, lambda admin: serve_with_progress(admin, again, lines=as_json and progress))
+        engines = ask_node(folder, lambda admin: serve_with_progress(admin, again, lines=as_json and progress))
     if as_json:
-        print_json(as_dict(engine))
-    else:
+        print_json(as_dict(engines[0]) if len(engines) == 1 else [as_dict(engine) for engine in engines])
+        return
+    for engine in engines:
         print(f"{engine.title} is ready: {describe_stages(engine)}")
 
 
@@ -271,8 +272,11 @@ def serve_request(
     return ServeRequest(plan=plan, options=options)
 
 
-async def serve_with_progress(admin: Admin, request: ServeRequest, *, lines: bool = False) -> EngineState:
-    """Serve, with a progress bar on stderr, or with ``lines`` of JSON on stdout. Raises the node's error."""
+async def serve_with_progress(admin: Admin, request: ServeRequest, *, lines: bool = False) -> Sequence[EngineState]:
+    """Serve, with a progress bar on stderr, or with ``lines`` of JSON on stdout. Return the ready pipelines.
+
+    Raises the node's error.
+    """
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from edgepipe.cli.views.progress_lines import ProgressLines
@@ -293,8 +297,8 @@ async def serve_with_progress(admin: Admin, request: ServeRequest, *, lines: boo
                 printed.show(event.message, bytes_done=round(event.progress * 100), bytes_total=100)
             if event.note:
                 progress.console.print(event.note, markup=False, highlight=False, soft_wrap=True)
-            if event.engine is not None:
-                return event.engine
+            if event.engines:
+                return event.engines
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
 
 

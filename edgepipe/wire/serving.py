@@ -70,7 +70,7 @@ class ServeEvent:
 
     message: str = ""
     progress: float = 0.0  # 0..1
-    engine: EngineState | None = None  # set in the last event, when the engine is ready
+    engines: tuple[EngineState, ...] = ()  # in the last event: all pipelines of the model, ready
     note: str = ""  # line to keep on the screen: what was left out, and why
 
 

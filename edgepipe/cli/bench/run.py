@@ -78,8 +78,8 @@ async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProg
 async def serve_model(admin: Admin, request: ServeRequest) -> EngineState:
     """Serve the model. Return its engine when ready. Raises the node's error."""
     async for event in admin.serve(request):
-        if event.engine is not None:
-            return event.engine
+        if event.engines:
+            return event.engines[0]
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
 
 

@@ -88,7 +88,7 @@ class Serving:
         return [(node, engine) for node in self.peers.nodes() for engine in node.engines]
 
     async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
-        """Serve a model: yield progress, then the ready engine. Only follow a model that is served already.
+        """Serve a model: yield progress, then the ready engines. Only follow a model that is served already.
 
         Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and the engine's error.
         If the caller leaves before the end, the model that it began to serve is stopped.
@@ -136,10 +136,11 @@ class Serving:
         """Follow the model's pipelines that run, or place them anew. Raises PlanInvalid if they are not as asked."""
         options = request.options
         if request.rebalance:
+            moved: list[EngineState] = []
             for node, engine in running:
-                is_last = engine is running[-1][1]
                 async for event in self._rebalance(node.node_id, engine, request):
-                    yield event if is_last else replace(event, engine=None)
+                    moved += event.engines
+                    yield replace(event, engines=tuple(moved) if len(moved) == len(running) else ())
             return
         for _, engine in running:
             check_served_as_asked(request, engine, model.manifest_hash, self.book.held(engine.pipeline_id))
@@ -197,11 +198,11 @@ class Serving:
                 requests.append(self._start_request(pipeline_id, spec, record))
             await self._start_engines([(node_id, each) for (node_id, _), each in zip(started, requests, strict=True)])
             async for event in self._follow(started):
-                if event.engine is not None and (error := await self._no_way_to_any(started)):
+                if event.engines and (error := await self._no_way_to_any(started)):
                     if not request.plan:
                         raise error
                     event = replace(event, note=f"{error.what}: {error.next_step}")
-                ready = event.engine is not None
+                ready = bool(event.engines)
                 yield event
         finally:
             if started and not ready and not (len(started) == 1 and self._has_failed(started[0][1])):
@@ -291,7 +292,7 @@ class Serving:
         if not await self.peers.rebalance(
             node_id, engine.pipeline_id, num_nodes=request.options.num_nodes, moves=request.moves
         ):
-            yield ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
+            yield ServeEvent(message="it is placed as well as can be", progress=1.0, engines=(engine,))
             return
         async for event in self._follow([(node_id, engine.pipeline_id)], after=engine.epoch):
             yield event
@@ -537,9 +538,7 @@ class Serving:
                     async with asyncio.timeout(_GATEWAY_S):
                         for _, pipeline_id in pipelines:
                             await self.gateway.knows(pipeline_id)
-                for engine in ready[:-1]:
-                    yield ServeEvent(message=f"{engine.title} is ready", note=_placed_text(engine))
-                yield ServeEvent(message=f"{ready[-1].title} is ready", progress=1.0, engine=ready[-1])
+                yield ServeEvent(message=f"{ready[-1].title} is ready", progress=1.0, engines=tuple(ready))
                 return
             loading = [engine for engine in engines if engine not in ready]
             if not loading:
@@ -558,12 +557,6 @@ class Serving:
             await self.peers.stop_engine(node_id, pipeline_id, self.book.record(pipeline_id))
         except EdgepipeError as error:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
-
-
-def _placed_text(engine: EngineState) -> str:
-    """Describe a ready replica: ``qwen3:8b replica 1/2 is ready: layers 0-35 on studio``."""
-    parts = [f"{part.layers.shown} on {stage.node_name}" for stage in engine.stages for part in stage.slices]
-    return f"{engine.title} is ready: layers {', '.join(parts)}"
 
 
 def _left_out(error: EdgepipeError) -> str:

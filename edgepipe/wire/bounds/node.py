@@ -193,7 +193,7 @@ _ADMIN: Tables = {
         "ram_free_bytes": BYTES,
     },
     "SurveyReply": {"machines": NAMES, "links": BY_SIZE, "unusable": NAMES, "broken": BY_SIZE},
-    "ServeEvent": {"progress": MEASURED},
+    "ServeEvent": {"progress": MEASURED, "engines": FEW},
     "StopModelReply": {"stopped": NAMES},
     "DrainEvent": {"stages": NAMES, "engines": NAMES},
     "TaskState": {"begun_us": COUNT, "ended_us": COUNT, "bytes_done": BYTES, "bytes_total": BYTES, "error": FEW},

@@ -3215,7 +3215,7 @@ class ServeEvent(_message.Message):
 
     MESSAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
-    ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     message: _builtins.str
     progress: _builtins.float
@@ -3223,20 +3223,20 @@ class ServeEvent(_message.Message):
     note: _builtins.str
     """also shown at the end: nodes that were left out, and why"""
     @_builtins.property
-    def engine(self) -> _engine_pb2.EngineState:
-        """in the last event, when ready"""
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.EngineState]:
+        """in the last event: all pipelines of the model, ready"""
 
     def __init__(
         self,
         *,
         message: _builtins.str = ...,
         progress: _builtins.float = ...,
-        engine: _engine_pb2.EngineState | None = ...,
+        engines: _abc.Iterable[_engine_pb2.EngineState] | None = ...,
         note: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "message", b"message", "note", b"note", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "message", b"message", "note", b"note", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,8 +53,7 @@ class Node:
 
     async def serve(self, model: str, **request: Any) -> EngineState:
         """Serve a model; its engine."""
-        engine = (await self.serve_events(model, **request))[-1].engine
-        assert engine is not None, "the last event has it"
+        (engine,) = (await self.serve_events(model, **request))[-1].engines
         return engine
 
     async def serve_events(self, model: str, *, options: ServeSpec | None = None, **request: Any) -> list[ServeEvent]:

@@ -23,8 +23,12 @@ class ServingNode(FakeNode):
 
     def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
         yield to_wire(ServeEvent(message="loading", progress=0.5), pb.ServeEvent)
-        engine = make_engine(request.options.model, stages=make_status().engines[0].stages)
-        yield to_wire(ServeEvent(engine=engine), pb.ServeEvent)
+        stages, count = make_status().engines[0].stages, request.options.num_replicas
+        replicas = [
+            make_engine(request.options.model, stages=stages, num_replicas=count, replica=number)
+            for number in (range(1, count + 1) if count else [0])
+        ]
+        yield to_wire(ServeEvent(engines=tuple(replicas)), pb.ServeEvent)
 
 
 def test_serve_and_stop_tell_scripts_what_they_did(run: Run, tmp_path: Path) -> None:
@@ -32,6 +36,10 @@ def test_serve_and_stop_tell_scripts_what_they_did(run: Run, tmp_path: Path) -> 
         served = json.loads(run("serve", "tiny", "--json").out)
         assert (served["model"], served["state"]) == ("tiny", "ready")
         assert [stage["node_name"] for stage in served["stages"]] == ["gamer", "studio"]
+        both = json.loads(run("serve", "tiny", "--replicas", "2", "--json").out)
+        assert [engine["replica"] for engine in both] == [1, 2]
+        said = run("serve", "tiny", "--replicas", "2").out.splitlines()
+        assert [line.partition(":")[0] for line in said] == ["tiny replica 1/2 is ready", "tiny replica 2/2 is ready"]
         assert json.loads(run("stop", "tiny", "--json").out) == {"stopped": ["tiny"]}
 
 
