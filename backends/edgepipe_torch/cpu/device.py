@@ -32,6 +32,7 @@ from edgepipe_torch.cpu.shard_cache import ShardCache
 from edgepipe_torch.cpu.step_ops import CompiledOps, compiled_ops
 from edgepipe_torch.cpu.tiled_weight import TiledWeight
 from edgepipe_torch.cpu.transfer import HostTransfer
+from edgepipe_torch.cpu.weight_memory import WeightMemory
 from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
@@ -94,16 +95,20 @@ class CpuDevice(Device):
         return psutil.virtual_memory().available
 
     def start_load(self, kept: RepackedPlace | None) -> None:
-        self.cache = ShardCache(kept) if kept is not None and self.packed else None
+        self.cache = ShardCache(kept, self._memory) if kept is not None and self.packed else None
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS
         if any(parts.forms):
-            return PackedCpuLinear(role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert)
+            return PackedCpuLinear(
+                role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert, memory=self._memory
+            )
         if self.dtype != torch.float32:
             return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)
         if is_expert and in_features % 8 == 0 and isinstance(kernels := self._kernels, CpuKernels):
-            return PackedCpuLinear(role, in_features, sizes, self.workspace, kernels, tiled_floats=True)
+            return PackedCpuLinear(
+                role, in_features, sizes, self.workspace, kernels, tiled_floats=True, memory=self._memory
+            )
         kind = HalfLinear if parts.fit_16_bits and half_works() else TiledLinear
         return kind(role, in_features, sizes, self.workspace)
 
@@ -124,8 +129,8 @@ class CpuDevice(Device):
         kernels, blocks = self._kernels, None if weight.is_read else weight.blocks
         if isinstance(kernels, CpuKernels) and blocks is not None and blocks.scheme in BLOCK_CODES:
             with suppress(KernelsUnavailable):
-                return repack_blocks(blocks, weight.read_range, kernels.repack(blocks.scheme), rows)
-        return repack(weight.packed_rows(rows))
+                return repack_blocks(blocks, weight.read_range, kernels.repack(blocks.scheme), rows, self._memory)
+        return repack(weight.packed_rows(rows), self._memory)
 
     def router(self, in_features: int, count: int) -> Linear | None:
         kernels = self._kernels
@@ -174,6 +179,7 @@ class CpuDevice(Device):
     def _reset(self) -> None:
         self.workspace = Workspace(self.dtype, self.place)
         self._masks = CausalMasks(self.dtype, self.place)
+        self._memory = WeightMemory()
         self._ops: CompiledOps | None = None
 
     @property

@@ -26,6 +26,7 @@ from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
 from edgepipe_torch.cpu.repack import repack
 from edgepipe_torch.cpu.tiled_weight import NUMBERS, TiledWeight, tile_floats
+from edgepipe_torch.cpu.weight_memory import WeightMemory
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.linear import ReadWeight, Workspace
 
@@ -65,10 +66,11 @@ class PackedCpuLinear:
         kernels: Kernels | None = None,
         *,
         tiled_floats: bool = False,
+        memory: WeightMemory | None = None,
     ) -> None:
         """``kernels``: None for this process's. ``tiled_floats``: kernels multiply parts of floats, too, not torch.
 
-        In features are a multiple of 8.
+        ``memory``: of weights that ``fill`` lays out; None for torch's. In features are a multiple of 8.
         """
         self._name = name
         self._workspace = workspace
@@ -80,6 +82,7 @@ class PackedCpuLinear:
         self._bias: dict[int, Tensor] = {}  # bias of each part, padded to whole tiles
         self._kernels = kernels or cpu_kernels()
         self._tiled_floats = tiled_floats
+        self._memory = memory
         self._found: dict[int, Product | KernelsUnavailable] = {}  # keys are parts
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
@@ -122,9 +125,9 @@ class PackedCpuLinear:
     def fill(self, part: int, weight: ReadWeight) -> None:
         """Take one part's weight [O, I]: tiled, packed, or floats."""
         if isinstance(weight, Packed):
-            weight = repack(weight)
+            weight = repack(weight, self._memory)
         elif isinstance(weight, Tensor) and self._tiled_floats:
-            weight = tile_floats(weight)
+            weight = tile_floats(weight, memory=self._memory)
         if isinstance(weight, TiledWeight):
             self._tiled[part] = weight
         else:

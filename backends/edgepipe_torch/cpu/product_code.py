@@ -22,6 +22,7 @@ from edgepipe_torch.cpu.kinds import (
 
 PANEL_INPUTS = 256  # 16 outputs of so many inputs take 16 KiB, half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
+_AHEAD_LINES = 64  # lines of codes between a product and its prefetch: 4 KiB, measured from 1 to 16
 
 _BYTES, _SHUFFLE = "<32 x i8>", "llvm.x86.avx2.pshuf.b"
 _WORK = (
@@ -179,8 +180,12 @@ class ProductCode:
                 code.store(self._floats, value, total[index], volatile=stay)
 
     def _unit(self, code: Function, parts: list[list[str]], block: str) -> None:
-        """Add the products of one unit's inputs."""
+        """Add the products of one unit's inputs.
+
+        Processors fetch codes ahead only up to the end of a page, and too few of them at a time.
+        """
         start = code.mul(block, 8)
+        self._prefetch_codes(code, code.add(block, _AHEAD_LINES // self._kind.words * self._kind.unit))
         for place, levels in enumerate(self._levels(code, block)):
             for row, vectors in enumerate(parts):
                 at = code.add(code.add(code.mul("%inputs", row), start), place)
@@ -470,7 +475,7 @@ class ProductCode:
 
         def unit(index: str) -> None:
             out = code.at("float", "%panel", code.mul(index, 8 * TILE))
-            self._prefetch_codes(code, code.add(code.add("%first", "%count"), index))
+            self._prefetch_codes(code, code.add(code.add("%first", "%count"), index))  # of the next panel
             for place, levels in enumerate(self._levels(code, code.add("%first", index))):
                 for vector, level in enumerate(levels):
                     at = code.at("float", out, str(place * TILE + vector * self._width))
@@ -480,7 +485,7 @@ class ProductCode:
         return code.text()
 
     def _prefetch_codes(self, code: Function, block: str) -> None:
-        """Fetch a unit of the panel after this one, or of the next tile, whose codes follow, into the L2 cache."""
+        """Fetch a unit, which may be of the next tile, whose codes follow, into the L2 cache."""
         kind = self._kind
         unit = block if kind.unit == 1 else code.value(f"ashr exact i64 {block}, 1")
         for word in range(kind.words):

@@ -27,6 +27,7 @@ from edgepipe_torch.cpu.calls import Native
 from edgepipe_torch.cpu.kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu.layout import planes_of
 from edgepipe_torch.cpu.tiled_weight import TiledWeight, on_threads
+from edgepipe_torch.cpu.weight_memory import WeightMemory
 
 ReadBytes = Callable[[int, int], npt.NDArray[np.uint8]]
 """Reads bytes of a tensor: an offset and a number. Threads may call it at once."""
@@ -39,12 +40,17 @@ _INTEGER_LEVELS = {  # codebook: bits, zero and unit of its levels as integers; 
 }
 
 
-def repack(weight: Packed) -> TiledWeight:
-    """Repack a weight of any form. Its columns are a multiple of 8, and so are its groups."""
+def repack(weight: Packed, memory: WeightMemory | None = None) -> TiledWeight:
+    """Repack a weight of any form. Its columns are a multiple of 8, and so are its groups.
+
+    ``memory``: None for torch's.
+    """
     levels = _Levels(weight)
     rows, inputs = weight.shape
     group = cpu_group(weight.form.group)
-    found = TiledWeight(weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order)
+    found = TiledWeight(
+        weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order, memory=memory
+    )
     parts = weight.form.group // group  # parts of a stored group; all have its scale
     scale = found.new_group_values()
     offset = found.new_group_values() if levels.kind.added else None
@@ -66,7 +72,9 @@ def repack(weight: Packed) -> TiledWeight:
     return found
 
 
-def repack_blocks(info: TensorInfo, read: ReadBytes, function: Native, rows: Rows | None) -> TiledWeight:
+def repack_blocks(
+    info: TensorInfo, read: ReadBytes, function: Native, rows: Rows | None, memory: WeightMemory | None = None
+) -> TiledWeight:
     """Repack rows of a tensor of a type of BLOCK_CODES, or all, by its compiled function.
 
     Unless rows change places, blocks pass from the file to the layout in parts that stay in a core's cache. Raises
@@ -77,7 +85,9 @@ def repack_blocks(info: TensorInfo, read: ReadBytes, function: Native, rows: Row
     order = None if isinstance(run, slice) else np.ascontiguousarray(run, np.int64)
     begin, outputs = (run.start, run.stop - run.start) if isinstance(run, slice) else (0, len(run))
     inputs = info.shape[1]
-    found = TiledWeight((outputs, inputs), group=layout.form.group, kind=_kind_of(layout.form), zero=layout.zero or 0)
+    found = TiledWeight(
+        (outputs, inputs), group=layout.form.group, kind=_kind_of(layout.form), zero=layout.zero or 0, memory=memory
+    )
     scale = found.new_group_values()
     offset = found.new_group_values() if layout.form.offset == "added" else None
     per_row = inputs // BLOCKS_BY_NAME[info.scheme].block_values

@@ -38,6 +38,7 @@ from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.layout import LAYOUT_VERSION
 from edgepipe_torch.cpu.product_code import PANEL_INPUTS
 from edgepipe_torch.cpu.tiled_weight import TiledWeight, on_threads
+from edgepipe_torch.cpu.weight_memory import WeightMemory
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,10 @@ class ShardCache:
     load.
     """
 
-    def __init__(self, place: RepackedPlace) -> None:
+    def __init__(self, place: RepackedPlace, memory: WeightMemory | None = None) -> None:
+        """``memory``: of weights that are read; None for torch's."""
         self._place = place
+        self._memory = memory
         self._used: set[str] = set()  # names of files of this load
         self._kept: deque[tuple[str, TiledWeight]] = deque()
         self._writer: threading.Thread | None = None
@@ -75,7 +78,7 @@ class ShardCache:
         key = self._key(info, order)
         self._used.add(_file_name(key))
         try:
-            return _read(self._place.folder / _file_name(key), key, (info.shape[0], info.shape[1]))
+            return _read(self._place.folder / _file_name(key), key, (info.shape[0], info.shape[1]), self._memory)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as exc:
@@ -202,11 +205,11 @@ def _header(key: str, weight: TiledWeight) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-def _read(path: Path, key: str, shape: tuple[int, int]) -> TiledWeight:
+def _read(path: Path, key: str, shape: tuple[int, int], memory: WeightMemory | None) -> TiledWeight:
     """Read a file into a new weight. Raises OSError, and ValueError for a file that was not written for this key."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         header, newline, _rest = file.read(_HEADER_BYTES).partition(b"\n")
-        weight = _empty(json.loads(header), key, shape)
+        weight = _empty(json.loads(header), key, shape, memory)
         if reason := refusal(os.fstat(file.fileno())):
             raise ValueError(reason)
         arrays, start = _arrays(weight), len(header) + len(newline)
@@ -217,7 +220,7 @@ def _read(path: Path, key: str, shape: tuple[int, int]) -> TiledWeight:
     return weight
 
 
-def _empty(header: object, key: str, shape: tuple[int, int]) -> TiledWeight:
+def _empty(header: object, key: str, shape: tuple[int, int], memory: WeightMemory | None) -> TiledWeight:
     """Allocate the weight that a header describes. Raises ValueError if it is not the weight of this key and shape."""
     found = cast("Mapping[str, object]", header) if isinstance(header, dict) else {}
     numbers = [found.get(name) for name in ("rows", "inputs", "group", "zero", "bits")]
@@ -231,7 +234,7 @@ def _empty(header: object, key: str, shape: tuple[int, int]) -> TiledWeight:
     added, floats, e2m1, ordered = cast("list[bool]", flags)
     kind = Kind(bits=bits, added=added, floats=floats, e2m1=e2m1)
     order = np.empty(inputs, np.int32) if ordered else None
-    return TiledWeight(shape, group=group, kind=kind, zero=zero, order=order)
+    return TiledWeight(shape, group=group, kind=kind, zero=zero, order=order, memory=memory)
 
 
 def _arrays(weight: TiledWeight) -> list[Bytes]:

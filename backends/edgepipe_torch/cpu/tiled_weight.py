@@ -31,6 +31,7 @@ from edgepipe_torch.cpu.kinds import (
     input_factor,
 )
 from edgepipe_torch.cpu.layout import integer_levels
+from edgepipe_torch.cpu.weight_memory import WeightMemory
 
 _TOP_EXPONENT = 15  # largest scale: below 2**15, so that float16 holds the largest 2**29 of range as normal numbers
 _NORMAL_EXPONENT = 126  # 2 to this power, or to its negative, is a normal float32
@@ -46,9 +47,19 @@ class TiledWeight:
     """One packed weight [O, I] in the kernels' layout. Lanes of the last tile without an output are zero."""
 
     def __init__(
-        self, shape: tuple[int, int], *, group: int, kind: Kind, zero: int, order: npt.NDArray[np.int32] | None = None
+        self,
+        shape: tuple[int, int],
+        *,
+        group: int,
+        kind: Kind,
+        zero: int,
+        order: npt.NDArray[np.int32] | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
-        """Allocate the planes, to be filled. Columns are a multiple of 8, and so are the groups."""
+        """Allocate the planes, to be filled. Columns are a multiple of 8, and so are the groups.
+
+        ``memory``: None for torch's.
+        """
         self.shape = shape
         self.group = group
         self.kind = kind
@@ -56,11 +67,11 @@ class TiledWeight:
         rows, inputs = shape
         self.num_tiles, self.num_groups = -(-rows // TILE), inputs // group
         units = inputs // (8 * kind.unit)
-        self.low = self._new(units * kind.words, torch.int32)  # codes; or numbers, of [tiles, I, 16]
+        self.low = self._new(units * kind.words, torch.int32, memory)  # codes; or numbers, of [tiles, I, 16]
         high = {16: torch.int16, 32: torch.int32}.get(kind.high_bits)
-        self.high = None if high is None else self._new(units, high)
-        self.scale = self._new(0 if kind.number else self.num_groups, torch.float16)
-        self.offset = self._new(self.num_groups, torch.float16) if kind.added else None
+        self.high = None if high is None else self._new(units, high, memory)
+        self.scale = self._new(0 if kind.number else self.num_groups, torch.float16, memory)
+        self.offset = self._new(self.num_groups, torch.float16, memory) if kind.added else None
         self.order = None if order is None else torch.from_numpy(np.ascontiguousarray(order, np.int32))
         self.factors = np.zeros(NUM_FACTORS, np.float32)
 
@@ -150,19 +161,24 @@ class TiledWeight:
         order = None if self.order is None else self.order.numpy().tobytes()
         return (self.factors[: SUM_FACTOR + 1].tobytes(), self.group, order)
 
-    def _new(self, words: int, dtype: torch.dtype) -> Tensor:
+    def _new(self, words: int, dtype: torch.dtype, memory: WeightMemory | None = None) -> Tensor:
         """Return tiles [tiles, words, 16] whose lanes are empty, or zero where they have no output."""
-        tiles = torch.empty(self.num_tiles, words, TILE, dtype=dtype)
+        shape = (self.num_tiles, words, TILE)
+        tiles = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
         if unused := self.num_tiles * TILE - self.shape[0]:
             tiles[-1, :, TILE - unused :] = 0
         return tiles
 
 
-def tile_floats(weight: Tensor, dtype: torch.dtype | None = None) -> TiledWeight:
-    """Lay out a weight of floats [O, I], I a multiple of 8. ``dtype`` None: the smallest that holds its values."""
+def tile_floats(weight: Tensor, dtype: torch.dtype | None = None, *, memory: WeightMemory | None = None) -> TiledWeight:
+    """Lay out a weight of floats [O, I], I a multiple of 8.
+
+    dtype   None: the smallest that holds its values
+    memory  None for torch's
+    """
     rows, inputs = weight.shape
     kind = NUMBERS[dtype or _smallest_type(weight)]
-    found = TiledWeight((rows, inputs), group=cpu_group(inputs), kind=kind, zero=0)
+    found = TiledWeight((rows, inputs), group=cpu_group(inputs), kind=kind, zero=0, memory=memory)
     found.factors[:SUM_FACTOR] = 1
     numbers, whole = found.numbers, rows // TILE
     numbers[:whole].copy_(weight[: whole * TILE].view(whole, TILE, inputs).transpose(1, 2))

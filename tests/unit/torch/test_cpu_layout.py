@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("torch")
 
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.layout import codes_of, planes_of
-from edgepipe_torch.cpu.product_code import parts_of
+from edgepipe_torch.cpu.product_code import ProductCode, parts_of
 
 
 @given(st.sampled_from([5, 6, 8]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 1000))
@@ -49,3 +50,14 @@ def test_rows_are_split_evenly_into_as_few_parts_as_possible(rows: int, most: in
     assert len(parts) == -(-rows // most)
     assert max(parts) <= most
     assert max(parts) - min(parts) <= 1
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_a_product_of_a_few_rows_fetches_each_line_of_codes_ahead(bits: Literal[4, 5, 6, 8]) -> None:
+    """Vectors of 16 floats read a line of codes each, or half of one."""
+    text = ProductCode(Kind(bits=bits), width=16, most_rows=(8, 12)).module()
+    for rows in (1, 8):
+        tile = re.search(rf"@tile{rows}\(.*?\n}}\n", text, flags=re.DOTALL)
+        assert tile is not None
+        lines = len(re.findall(r"load <16 x i(16|32)>", tile[0]))
+        assert tile[0].count("@llvm.prefetch") == lines > 0
