@@ -56,7 +56,7 @@ class SchedulerLimits:
     @property
     def slack_tokens(self) -> int:
         """Tokens of one sequence in all steps in flight, so that they fit into the windows' slack."""
-        return min([pool.slack for pool in self.windows], default=self.context_length)
+        return min([pool.most_slack for pool in self.windows], default=self.context_length)
 
     @property
     def max_tokens(self) -> int:

@@ -134,6 +134,7 @@ class PromptsAlone(NamedTuple):
     chunk_s: float  # expected for each on the slowest server
     turn_s: float  # the same around the ring
     number: int
+    in_flight: int  # P
 
 
 class _Target(NamedTuple):
@@ -141,6 +142,7 @@ class _Target(NamedTuple):
 
     prompt: int  # identity of the oldest prompt
     chunk_s: float  # on the slowest server
+    most_tokens: int  # of a chunk, so that windows have room for as many chunks in flight as were chosen
     example: StepWork  # a chunk of that length
     seconds: float  # expected for it at the time of the choice
 
@@ -287,13 +289,13 @@ class Pacer:
         if target is None or target.prompt != waiting.prompt or self._became_faster(target):
             if (best := self._best(waiting)) is None:
                 return None
-            target_s = best.chunk_s
-            self._tokens = self._most
-            example = _chunk(waiting.position, self._equal(waiting, target_s))
+            most = int(min(self._most, max(1, self._room / best.in_flight)))
+            self._tokens = most
+            example = _chunk(waiting.position, self._equal(waiting, best.chunk_s, most=most))
             if (passage := self.passage(example)) is None:
                 return None
-            self._target = target = _Target(waiting.prompt, target_s, example, passage.server_s)
-        tokens = self._tokens = self._equal(waiting, target.chunk_s)
+            self._target = target = _Target(waiting.prompt, best.chunk_s, most, example, passage.server_s)
+        tokens = self._tokens = self._equal(waiting, target.chunk_s, most=target.most_tokens)
         passage = self.passage(_chunk(waiting.position, tokens))
         if passage is None:
             return None
@@ -319,16 +321,16 @@ class Pacer:
             passage = self.passage(_chunk(middle, tokens))
             if passage is None:
                 return None
-            period_s = max(passage.server_s, passage.turn_s / self._in_flight(passage, tokens))
-            ends.append(
-                ((number - 1) * period_s + passage.turn_s, PromptsAlone(passage.server_s, passage.turn_s, number))
-            )
+            in_flight = self._in_flight(passage, tokens)
+            period_s = max(passage.server_s, passage.turn_s / in_flight)
+            chunks = PromptsAlone(passage.server_s, passage.turn_s, number, in_flight)
+            ends.append(((number - 1) * period_s + passage.turn_s, chunks))
         soonest_s = min(ends)[0]
         return next(chunks for ends_s, chunks in ends if ends_s <= soonest_s * (1 + _EQUAL_ENDS))
 
-    def _equal(self, waiting: Waiting, target_s: float) -> int:
+    def _equal(self, waiting: Waiting, target_s: float, *, most: int) -> int:
         """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
-        most = min(self._most, waiting.left + waiting.others)
+        most = min(most, waiting.left + waiting.others)
         tokens = self._largest_within(waiting.position, target_s, most=most)
         if waiting.others:
             return tokens

@@ -117,9 +117,11 @@ class WindowClass:
     def fill(self, table: WindowTable, keys: Seq[Key], *, needs: int) -> None:
         """Allocate up to the window and the slack, at most the sequence's ``needs``; fewer if the pool is short.
 
-        A replay takes the kept blocks at their places, and before them idle stale ones that are cached.
+        A replay takes the kept blocks at their places, and before them idle stale ones that are cached. Others get
+        more blocks than the slack while half of the pool is free.
         """
-        while (most := min(needs - table.end, self._limits.most_blocks - len(table.blocks))) > 0:
+        room = self._room(table)
+        while (most := min(needs - table.end, room - len(table.blocks))) > 0:
             if table.end < table.kept_from:
                 if not self._fill_replayed(table, keys, most):
                     break
@@ -153,6 +155,14 @@ class WindowClass:
         self.kv.release_references(table.kept)
         table.kept = []
         self.kv.release(as_runs(table.blocks))
+
+    def _room(self, table: WindowTable) -> int:
+        """Return the most blocks that the table may have now."""
+        limits = self._limits
+        if not limits.more or table.kept:
+            return limits.most_blocks
+        spare = self.kv.free_blocks + len(table.blocks) - self.kv.num_blocks // 2
+        return max(limits.most_blocks, min(limits.most_blocks + limits.more // limits.block_size, spare))
 
     def _fill_replayed(self, table: WindowTable, keys: Seq[Key], most: int) -> bool:
         """Append some blocks, at most ``most``, before the kept ones. Return whether there was one."""

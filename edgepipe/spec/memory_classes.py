@@ -8,12 +8,15 @@ window. Recurrent layers keep a state in slots of their own. See ``docs/adr/memo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 
 SLACK_TOKENS = 2048
-"""Tokens of a prompt that may be in flight beyond a window: some steps' prefill."""
+"""Tokens of a prompt that may be in flight beyond a window, whatever the load: some steps' prefill."""
+
+MOST_SLACK_TOKENS = 8192
+"""The same while half of the window's pool is free: a thousand tokens on each of eight devices and links."""
 
 MOST_TOKENS = 1 << 40
 """More tokens of KV than any machine holds."""
@@ -23,6 +26,7 @@ AUTO_TIER_PARTS = 3
 
 _BLOCK_SIZE = 16  # default tokens per KV block; most devices use this size
 _SLACK_PARTS = 8  # the slack takes at most 1/8 of the context
+_MOST_SLACK_PARTS = 4  # while half of the pool is free, at most 1/4 of the context and of the pool
 _POOL_PARTS = 8  # a window's pool has at least 1/8 of the context's blocks
 LEAST_SLOTS = 4
 """Slots of the states of two sequences, and of a snapshot of each."""
@@ -37,14 +41,20 @@ class WindowPool:
     """The blocks of one windowed class on every stage."""
 
     window: int  # tokens that a query sees, including itself
-    slack: int  # tokens that may be in flight beyond the window
+    slack: int  # tokens that may be in flight beyond the window: every sequence has room for them
     num_blocks: int
     block_size: int  # tokens
+    more: int = 0  # tokens that may be in flight in addition, while half of the pool is free
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that a sequence holds at most."""
+        """Blocks that a sequence holds at most while less than half of the pool is free."""
         return -(-(self.window + self.slack) // self.block_size) + 1
+
+    @property
+    def most_slack(self) -> int:
+        """Tokens that may be in flight beyond the window while half of the pool is free."""
+        return self.slack + self.more
 
     def first_block(self, position: int) -> int:
         """Return the place in a sequence of the first block that the token at ``position`` or a later one sees."""
@@ -83,10 +93,22 @@ class MemoryClasses:
         contexts = -(-num_blocks * block_size // self.context_length)
         pools: list[WindowPool] = []
         for window in self.windows:
-            pool = WindowPool(window=window, slack=self.slack, num_blocks=num_blocks, block_size=block_size)
+            pool = self._pool(window, num_blocks, block_size=block_size)
             blocks = max(num_blocks // _POOL_PARTS, contexts * pool.most_blocks)
-            pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
+            pools.append(self._pool(window, min(num_blocks, blocks), block_size=block_size))
         return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
+
+    def _pool(self, window: int, num_blocks: int, *, block_size: int) -> WindowPool:
+        """Return a window's pool. Its size says how much one prompt may have of it while half of it is free."""
+        pool_share = num_blocks * block_size // _MOST_SLACK_PARTS - window
+        most = min(MOST_SLACK_TOKENS, self.context_length // _MOST_SLACK_PARTS, pool_share)
+        return WindowPool(
+            window=window,
+            slack=self.slack,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            more=max(0, most - self.slack),
+        )
 
     def states(self, *, num_blocks: int, block_size: int, most: int = 0) -> StateSlots | None:
         """Return the slots beside ``num_blocks`` blocks of the context; None for a model without recurrent layers.
@@ -125,7 +147,7 @@ class MemoryClasses:
         if window_blocks and len(window_blocks) != len(self.windows):
             raise ValueError(f"{len(window_blocks)} windows, not {len(self.windows)}")
         return tuple(
-            WindowPool(window=window, slack=self.slack, num_blocks=blocks, block_size=block_size)
+            self._pool(window, blocks, block_size=block_size)
             for window, blocks in zip(self.windows, window_blocks, strict=False)
         )
 

@@ -221,7 +221,7 @@ class SequenceTable:
         """Forget the blocks that no later row sees, and check that the tables have those that this row sees."""
         end = row.position + row.num_tokens
         for number, (pool, table) in enumerate(zip(self._windows, state.windows, strict=True)):
-            table.drop(pool.first_block(row.position - pool.slack))
+            table.drop(pool.first_block(row.position - pool.most_slack))
             first, last = pool.first_block(row.position), (end - 1) // self._block_size
             if not table.first <= first <= last < table.end:
                 raise _bad(

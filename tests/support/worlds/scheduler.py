@@ -365,7 +365,7 @@ class World:
         for each, pool in zip(self.scheduler._tables._windows, self.limits.windows, strict=True):  # pyright: ignore[reportPrivateUsage]
             number = self.scheduler._tables._windows.index(each)  # pyright: ignore[reportPrivateUsage]
             for running in self.scheduler._running.values():  # pyright: ignore[reportPrivateUsage]
-                assert len(running.windows[number].blocks) <= pool.most_blocks
+                assert len(running.windows[number].blocks) <= pool.most_blocks + pool.more // pool.block_size
         self._window_snapshot[step.step] = [
             {sequence: dict(tables[sequence]) for sequence in step.sequences} for tables in self.windows
         ]
@@ -549,11 +549,11 @@ def limits(**changes: Any) -> SchedulerLimits:
     return SchedulerLimits(**{**defaults, **changes})
 
 
-def windowed(*windows: tuple[int, int], share: int = 4, **changes: Any) -> SchedulerLimits:
+def windowed(*windows: tuple[int, int], share: int = 4, more: int = 0, **changes: Any) -> SchedulerLimits:
     """A small pipeline with windowed classes: window and slack of each. A pool has a share of the context's blocks."""
     whole = limits(**changes)
     pools = [
-        WindowPool(window=window, slack=slack, num_blocks=whole.num_blocks, block_size=whole.block_size)
+        WindowPool(window=window, slack=slack, num_blocks=whole.num_blocks, block_size=whole.block_size, more=more)
         for window, slack in windows
     ]
     return replace(

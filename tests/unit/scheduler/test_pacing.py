@@ -142,6 +142,16 @@ def test_chunks_in_flight_have_room_in_the_windows() -> None:
         assert count * chunk.in_flight <= 1024 or chunk.in_flight == 1
 
 
+def test_early_chunks_leave_windows_room_for_the_next_one() -> None:
+    """Early chunks have more tokens, since attention grows: they must not take the room of the chunk that follows."""
+    ring = ring_of([Server(0.02, 4e-4, 4e-8), Server(0.01, 2e-4, 2e-8)], latency=0.01)
+    chunks = chunks_of(Pacer(ring, most_tokens=MOST, most_in_flight_tokens=2048), 16_384)
+    assert {chunk.in_flight for _, _, chunk in chunks} == {2}
+    free = [(at, min(512, 16_384 - at)) for at in range(0, 16_384, 512)]
+    took_s = ends_s(ring, [(at, count) for at, count, _ in chunks], 2)
+    assert took_s <= 1.02 * ends_s(ring, free, 4)
+
+
 def beside(ring: RingTimes, goal_s: float | None, *, decodes: int = 6, **more: int) -> Chunk:
     pacer = Pacer(ring, most_tokens=MOST, goal_s=goal_s)
     load = Waiting(prompt=1, position=2000, left=20_000, others=0, decodes=decodes, context=500, protected=True)

@@ -18,6 +18,7 @@ pipelines = st.lists(sizes, min_size=1, max_size=2).flatmap(
     lambda windows: st.builds(
         lambda **changes: windowed(*windows, **changes),
         share=st.integers(1, 8),
+        more=st.sampled_from([0, 0, 8, 40]),
         num_blocks=st.integers(4, 40),
         block_size=st.sampled_from([1, 4, 16]),
         context_length=st.integers(20, 120),
@@ -80,6 +81,21 @@ def test_a_long_sequence_takes_a_window_s_blocks_only() -> None:
     world.run()
     world.check_outputs()
     world.assert_invariants()
+
+
+def test_a_prompt_takes_more_of_a_free_pool_than_of_a_full_one() -> None:
+    pipeline = windowed((16, 16), num_blocks=1024, share=16, more=96, context_length=900)
+    (pool,) = pipeline.windows
+    world = World(pipeline, ThrottledPolicy(max_prefill_tokens=64))
+    world.submit(spec(1, 500, max_tokens=1))
+    world.scheduler.next_step()
+    first = len(world.scheduler._running[1].windows[0].blocks)  # type: ignore[index]
+    assert pool.most_blocks < first <= pool.num_blocks // 2
+    world.submit(*[spec(number, [number] * 500, max_tokens=1) for number in range(2, 7)])
+    world.scheduler.next_step()
+    held = [len(each.windows[0].blocks) for each in world.scheduler._running.values()]
+    assert held == [first, *[pool.most_blocks] * (len(held) - 1)]
+    assert len(held) >= 3, "what the first one took leaves room for others"
 
 
 @pytest.mark.parametrize("contiguous", [False, True], ids=["shared", "copied"])

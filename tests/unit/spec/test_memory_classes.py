@@ -89,6 +89,14 @@ def test_pools_hold_a_sequence_and_the_most_blocks_fit(
     assert most == num_blocks or taken(most + 1) > room
 
 
+def test_in_a_large_pool_a_prompt_may_have_more_in_flight_which_takes_no_memory() -> None:
+    classes = memory_classes(windowed(512, None))
+    (small,), (large,) = (classes.pools(num_blocks=count, block_size=16) for count in (1_000, 40_000))
+    assert small.most_slack == small.slack == large.slack
+    assert 2 * large.slack < large.most_slack <= large.num_blocks * 16 // 4
+    assert large.num_blocks == 40_000 // 8, "an eighth of the context's blocks, as for many short chats"
+
+
 def test_a_window_saves_its_layers_blocks_that_its_pool_lacks() -> None:
     context, half, quarter = 10, 60, 30  # bytes of a block in the layers of each class
     block_bytes = context + half + quarter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edgepipe.backend.types import BlockRun, WindowRuns
@@ -21,11 +23,11 @@ EPOCH = Epoch(1, EngineId("engine"))
 ONE = SequenceId(1)
 
 
-def begun() -> SequenceTable:
+def begun(pool: WindowPool = POOL) -> SequenceTable:
     table = SequenceTable(
         num_blocks=64,
         block_size=4,
-        windows=[POOL],
+        windows=[pool],
         model=ModelBounds(vocab_size=32, context_length=256),
         new_sampler=None,
     )
@@ -46,6 +48,15 @@ def test_a_table_rolls_on_and_keeps_the_slack() -> None:
     found = apply(table, 20, 4, NewWindow(0, 5, BlockRun(2, 1)))
     assert found == WindowRuns(2, (BlockRun(4, 3), BlockRun(2, 1)))
     assert apply(table, 17, 2) == found  # truncated, within the slack
+
+
+def test_a_table_keeps_what_a_free_pool_lets_be_in_flight() -> None:
+    table = begun(replace(POOL, more=8))
+    apply(table, 0, 12, NewWindow(0, 0, BlockRun(0, 3)), first=True)
+    apply(table, 12, 16, NewWindow(0, 3, BlockRun(3, 4)))
+    found = apply(table, 27, 1)
+    assert found.first == 2  # block 2 has what a row at 15 sees: 12 tokens before this one
+    assert apply(table, 15, 13) == found
 
 
 def test_a_table_begins_where_a_prefix_ends() -> None:
