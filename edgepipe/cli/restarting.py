@@ -1,6 +1,6 @@
 """Restarts this machine's node as it was started: by its service manager, or with the same flags in the background.
 
-Works without RPCs, since the files on the disk may already be those of another version.
+Restarts without RPCs, since the files on the disk may already be those of another version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgepipe.cli.node_process import start_in_background, wait_until_gone
 from edgepipe.cli.output import say
 from edgepipe.cli.service import read_state, run_command, service_plan
 from edgepipe.cli.service_plan import ServiceSetup, starts_node_of
-from edgepipe.errors import ClusterError, FeatureMissing
+from edgepipe.errors import ClusterError, EdgepipeError, FeatureMissing, VersionMismatch
 
 _VALUE_FLAGS = ("--data-dir",)  # the restart names it anew: the node may have another working directory
 _OTHERS_FLAGS = ("--json", "--background", "--quiet-when-ready")
@@ -54,6 +54,23 @@ def running_node(data_dir: Path) -> RunningNode | None:
         service=_active_service(data_dir),
         is_child="--end-with-stdin" in flags,
     )
+
+
+def running_version(data_dir: Path) -> str:
+    """Return the version of edgepipe that the node of ``data_dir`` runs; empty if it does not say.
+
+    It differs from the installed one if the files were changed without a restart.
+    """
+    from edgepipe.cli.admin import ask_node
+    from edgepipe.link.admin_client import Admin
+
+    try:
+        status = ask_node(data_dir, Admin.status)
+    except VersionMismatch:
+        return "of another protocol"
+    except EdgepipeError:
+        return ""
+    return next((member.node.edgepipe_version for member in status.members if member.self), "")
 
 
 def kept_flags(flags: Sequence[str]) -> tuple[str, ...]:
