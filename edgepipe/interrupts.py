@@ -7,7 +7,6 @@ into a RuntimeError.
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
     from sys import UnraisableHookArgs
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
 
     A second ^C is raised at once. Raises what ``work`` raises, and KeyboardInterrupt.
     """
+    import asyncio  # only here: commands without a loop start faster
+
     if not _is_usual_handler():  # a thread, or a program that handles ^C itself
         return asyncio.run(work)
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []

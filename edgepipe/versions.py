@@ -21,6 +21,23 @@ def is_behind(version: str, other: str) -> bool:
     return bool(mine and its) and mine < its
 
 
+def are_near(version: str, other: str) -> bool:
+    """Return whether the promise of compatibility covers both: their minor versions are at most one apart.
+
+    True if one of them cannot be read.
+    """
+    mine, its = _release(version), _release(other)
+    return not mine or not its or (mine[0] == its[0] and abs(mine[1] - its[1]) <= 1)
+
+
+def _release(version: str) -> tuple[int, int] | tuple[()]:
+    """Return major and minor version."""
+    if not (order := _order(version)):
+        return ()
+    major, minor, *_ = (*order[0], 0)
+    return major, minor
+
+
 def _order(version: str) -> _Order | tuple[()]:
     match = _VERSION.fullmatch(version.partition("+")[0])
     if match is None:

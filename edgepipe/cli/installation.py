@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,8 @@ import edgepipe
 from edgepipe.errors import ConfigInvalid, FeatureMissing
 
 Command = tuple[str, ...]
+
+RELEASED = False  # as in scripts/install.sh: until the first release, another program may have the name on the index
 
 
 class Installer(Enum):
@@ -39,7 +42,11 @@ class Installation:
     python: Path
     python_version: str  # "3.11"
     extras: tuple[str, ...]  # torch, mlx
-    source: str = ""  # URL, folder or file that pip installed from; empty: an index
+    source: str = ""  # URL, folder or file that it was installed from; empty: an index
+    checkout: Path | None = None  # folder that it runs from, or was built from
+    checkout_exists: bool = True
+    has_git: bool = False  # ``git pull`` can renew the checkout
+    index: tuple[str, ...] = ()  # options that name the index or folder of wheels that uv remembers
     uv: str = ""  # the program, if it is on this machine
     has_pip: bool = True  # this Python can run pip
 
@@ -55,10 +62,12 @@ def find_installation() -> Installation:
             fact=f"it runs from {Path(edgepipe.__file__).parent}",
             next_step="update it as you got it",
         ) from None
+    checkout = Path(unquote(urlsplit(str(direct["url"])).path)) if "dir_info" in direct else None
     installer, place = Installer.PIP, prefix
-    if direct.get("dir_info", {}).get("editable"):
-        installer, place = Installer.CHECKOUT, Path(unquote(urlsplit(str(direct["url"])).path))
-    elif (prefix / "uv-receipt.toml").exists():
+    receipt = prefix / "uv-receipt.toml"
+    if checkout is not None and direct["dir_info"].get("editable"):
+        installer, place = Installer.CHECKOUT, checkout
+    elif receipt.exists():
         installer = Installer.UV
     elif (prefix / "pipx_metadata.json").exists():
         installer = Installer.PIPX
@@ -69,42 +78,41 @@ def find_installation() -> Installation:
         python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
         extras=tuple(name for name in ("torch", "mlx") if find_spec(name) is not None),
         source=_source(direct),
+        checkout=checkout,
+        checkout_exists=checkout is None or checkout.is_dir(),
+        has_git=checkout is not None and (checkout / ".git").exists(),
+        index=_remembered_index(receipt),
         uv=shutil.which("uv") or next((str(path) for path in _uv_places() if path.exists()), ""),
         has_pip=find_spec("pip") is not None,
     )
 
 
-def update_commands(installed: Installation, source: Sequence[str] = ()) -> list[Command]:
+def update_commands(installed: Installation, source: Sequence[str] = (), *, released: bool = RELEASED) -> list[Command]:
     """Return the commands that update edgepipe. PURE.
 
     ``source``: what ``--from`` names, from ``source_arguments``; empty: where it was installed from.
-    Raises ConfigInvalid for a source that this installation cannot take, FeatureMissing without uv.
+    Raises ConfigInvalid for a source that this installation cannot take, and without a newer version where it was
+    installed from; FeatureMissing without uv.
     """
+    if installed.installer is Installer.CHECKOUT and source:
+        raise ConfigInvalid(
+            f"edgepipe runs from the checkout {installed.place}",
+            fact="--from cannot change its files",
+            next_step=f"git -C {shlex.quote(str(installed.place))} switch BRANCH, then: edgepipe update",
+        )
+    pull: list[Command] = []
+    if not source:
+        _check_source(installed, released=released)
+        pull = [("git", "-C", str(installed.checkout), "pull", "--ff-only")] if installed.has_git else []
     match installed.installer:
-        case Installer.CHECKOUT if source:
-            raise ConfigInvalid(
-                f"edgepipe runs from the checkout {installed.place}",
-                fact="--from cannot change its files",
-                next_step=f"git -C {shlex.quote(str(installed.place))} switch BRANCH, then: edgepipe update",
-            )
         case Installer.CHECKOUT:
-            editable = ("-e", f"{installed.place}{_extras(installed.extras)}")
-            return [("git", "-C", str(installed.place), "pull", "--ff-only"), _pip(installed, editable)]
+            return [*pull, *_pip(installed, ("-e", f"{installed.place}{_extras(installed.extras)}"))]
         case Installer.UV:
-            if not installed.uv:
-                raise FeatureMissing("uv installed edgepipe, but is not on this machine", next_step="install uv again")
-            if not source:
-                return [(installed.uv, "tool", "upgrade", "--reinstall-package", "edgepipe", "edgepipe")]
-            options = ("--python", installed.python_version, "--reinstall-package", "edgepipe")
-            source = ["--index" if word == "--index-url" else word for word in source]  # uv asks it first, then PyPI
-            torch = ("--torch-backend=auto",) if "torch" in installed.extras and "--no-index" not in source else ()
-            return [(installed.uv, "tool", "install", *options, *torch, *source)]
-        case Installer.PIPX if not source:
+            return [*pull, _uv(installed, source)]
+        case Installer.PIPX if not source and not installed.source:
             return [("pipx", "upgrade", "edgepipe")]
-        case Installer.PIPX:
-            return [("pipx", "runpip", "edgepipe", "install", "--upgrade", *source)]
-        case Installer.PIP:
-            return [_pip(installed, source or _again(installed))]
+        case Installer.PIPX | Installer.PIP:
+            return [*pull, *_pip(installed, source or _again(installed))]
 
 
 def remove_command(installed: Installation) -> str:
@@ -144,29 +152,71 @@ def source_arguments(where: str, extras: Sequence[str]) -> list[str]:
     )
 
 
-def _pip(installed: Installation, arguments: Sequence[str]) -> Command:
-    if installed.has_pip:
-        return (str(installed.python), "-m", "pip", "install", "--upgrade", *arguments)
+def _check_source(installed: Installation, *, released: bool) -> None:
+    """Check that a newer version may be where edgepipe was installed from. Raises ConfigInvalid."""
+    fact = ""
+    if installed.source.endswith(".whl"):
+        fact = f"it was installed from the file {installed.source}"
+    elif installed.checkout is not None and not installed.checkout_exists:
+        fact = f"it was installed from the checkout {installed.checkout}, which is gone"
+    elif not installed.source and not installed.index and not released:
+        fact = "edgepipe has no release yet; the package index may have another program of this name"
+    if fact:
+        raise ConfigInvalid(
+            "edgepipe does not know where newer versions are",
+            fact=fact,
+            next_step="name one: edgepipe update --from WHERE",
+        )
+
+
+def _uv(installed: Installation, source: Sequence[str]) -> Command:
+    """Install anew rather than 'uv tool upgrade', which forgets which PyTorch fits and fetches the one with CUDA."""
     if not installed.uv:
+        raise FeatureMissing("uv installed edgepipe, but is not on this machine", next_step="install uv again")
+    words = ["--index" if word == "--index-url" else word for word in source]  # uv asks it first, then PyPI
+    words = words or [*installed.index, *_again(installed)]
+    torch = ("--torch-backend=auto",) if "torch" in installed.extras and "--no-index" not in words else ()
+    options = ("--python", installed.python_version, "--upgrade-package", "edgepipe", "--reinstall-package", "edgepipe")
+    return (installed.uv, "tool", "install", *options, *torch, *words)
+
+
+def _pip(installed: Installation, arguments: Sequence[str]) -> list[Command]:
+    """Install what edgepipe needs now, then edgepipe itself even if its version is the same, as between releases."""
+    if installed.installer is Installer.PIPX:
+        install: Command = ("pipx", "runpip", "edgepipe", "install")
+    elif installed.has_pip:
+        install = (str(installed.python), "-m", "pip", "install")
+    elif installed.uv:
+        options = ("--upgrade-package", "edgepipe", "--reinstall-package", "edgepipe")
+        return [(installed.uv, "pip", "install", "--python", str(installed.python), *options, *arguments)]
+    else:
         raise FeatureMissing(
             "nothing on this machine can update edgepipe", fact="its Python has no pip", next_step="install uv"
         )
-    options = ("--upgrade-package", "edgepipe", "--reinstall-package", "edgepipe")
-    return (installed.uv, "pip", "install", "--python", str(installed.python), *options, *arguments)
+    commands: list[Command] = [(*install, "--upgrade", *arguments)]
+    if installed.installer is not Installer.CHECKOUT:
+        commands.append((*install, "--force-reinstall", "--no-deps", *arguments))
+    return commands
 
 
 def _again(installed: Installation) -> list[str]:
-    """Return what pip installs from the same place. Raises ConfigInvalid for a file, which has no newer version."""
+    """Return what pip installs from the same place."""
     name = f"edgepipe{_extras(installed.extras)}"
-    if not installed.source:
-        return [name]
-    if installed.source.endswith(".whl"):
-        raise ConfigInvalid(
-            "edgepipe was installed from a file",
-            fact=installed.source,
-            next_step="name the new version: edgepipe update --from WHEEL",
-        )
-    return [f"{name} @ {installed.source}"]
+    return [f"{name} @ {installed.source}"] if installed.source else [name]
+
+
+def _remembered_index(receipt: Path) -> tuple[str, ...]:
+    """Return uv's options for the indexes and folders of wheels that its receipt of an installation names."""
+    try:
+        options = tomllib.loads(receipt.read_text(encoding="utf-8")).get("tool", {}).get("options", {})
+    except (OSError, ValueError):
+        return ()
+    words = ["--no-index"] if options.get("no-index") else []
+    for folder in options.get("find-links", ()):
+        words += ["--find-links", str(folder)]
+    for index in options.get("index", ()):
+        words += ["--default-index" if index.get("default") else "--index", str(index.get("url", ""))]
+    return tuple(words)
 
 
 def _source(direct: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgepipe.cluster.private_files import make_private_folder
 from edgepipe.config import environment_with
 from edgepipe.errors import ClusterError, EdgepipeError, error_class
 
@@ -46,8 +47,6 @@ def start_in_background(
 
     Raises the node's error, ClusterError with its last log line, or ConfigInvalid if the folder is another user's.
     """
-    from edgepipe.cluster.private_files import make_private_folder
-
     make_private_folder(data_dir)
     log = data_dir / "start.log"
     with log.open("wb") as errors:

@@ -6,17 +6,18 @@ import getpass
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json, data_dir_of
 from edgepipe.cli.output import print_json
 from edgepipe.cli.service_plan import Manager, ServiceFacts, ServiceSetup, make_plan
 from edgepipe.config import asking_user
-from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
+from edgepipe.errors import ClusterError, ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
 from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line, visible
 
@@ -28,6 +29,8 @@ System = Annotated[
 ]
 
 _COMMAND_S = 60.0
+_ANSWER_S = 60.0  # a slow machine starts Python, then imports a backend
+_LOOK_S = 0.5
 _SYSTEMD = Path("/run/systemd/system")  # exists where systemd has started the machine
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -47,13 +50,19 @@ def install(
     data_dir: DataDir = None,
 ) -> None:
     """Start the node now and at every boot."""
-    plan = service_plan(data_dir_of(data_dir), system=system)
+    folder = data_dir_of(data_dir)
+    plan = service_plan(folder, system=system)
     if dry_run:
         print(f"would write {plan.path}:\n\n{plan.text}\nwould run:")
         for command in plan.install:
             print(f"  {shlex.join(command)}")
         return
+    from edgepipe.cli.restarting import running_node, stop_for_service  # which imports this module
+
+    if (node := running_node(folder)) is not None and node.service is None:
+        stop_for_service(node)
     install_service(plan)
+    wait_until_answers(folder)
     print(f"the node runs now and at every boot ({plan.manager.value}): {plan.path}")
 
 
@@ -140,6 +149,29 @@ def uninstall_service(plan: ServiceSetup, run: Run | None = None) -> None:
         raise _not_written(plan, exc) from exc
     for command in plan.forget:
         run(command)
+
+
+def wait_until_answers(data_dir: Path) -> None:
+    """Wait until a command reaches the node: a manager reports only that it started a process. Raises ClusterError."""
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "status", "--json", "--data-dir", str(data_dir)]
+    deadline_s = time.monotonic() + _ANSWER_S
+    while (done := _ask(command)).returncode not in (0, DEGRADED_EXIT):
+        if time.monotonic() > deadline_s:
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise ClusterError(
+                "the service has started the node, which does not answer",
+                fact=said[0].removeprefix("error: "),
+                next_step="edgepipe service logs",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of the installed version: this process may have the modules of the one before."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", "it accepts connections and sends nothing")
 
 
 def read_state(plan: ServiceSetup, run: Run) -> dict[str, str]:

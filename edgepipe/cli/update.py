@@ -53,14 +53,23 @@ def update(
 ) -> None:
     """Update edgepipe as it was installed, then restart the node."""
     from edgepipe.cli.installation import find_installation, source_arguments, update_commands
-    from edgepipe.cli.restarting import restart, running_node  # now: later, its file may be that of the new version
+    from edgepipe.cli.restarting import (
+        restart,
+        running_node,
+        running_version,
+    )  # now: later, its file may be that of the new version
 
     folder = data_dir_of(data_dir)
     installed = find_installation()
     commands = update_commands(installed, source_arguments(source, installed.extras) if source else ())
     node = running_node(folder)
+    running = running_version(folder) if node is not None else ""
     before = _installed()
-    print(f"edgepipe {before.version}, installed with {installed.installer.value} in {installed.place}")
+    built = installed.checkout not in (None, installed.place)
+    print(
+        f"edgepipe {before.version}, installed with {installed.installer.value} in {installed.place}"
+        + (f", from the checkout {installed.checkout}" if built else "")
+    )
     if dry_run:
         print("would run:")
         for command in commands:
@@ -72,8 +81,13 @@ def update(
     after = _installed()
     if after == before:
         print(f"nothing has changed: edgepipe {before.version} is the newest version there")
-        return
-    print(f"edgepipe {after.version} is installed (before: {before.version})")
+        if running in ("", after.version):
+            return
+        print(f"the node still runs edgepipe {running}")
+    elif after.version == before.version:
+        print(f"edgepipe {after.version} is installed; its files are newer than before")
+    else:
+        print(f"edgepipe {after.version} is installed (before: {before.version})")
     if after.protocol != before.protocol:
         print(f"it speaks protocol {after.protocol}, not {before.protocol}: update the other machines, too")
     if node is not None:

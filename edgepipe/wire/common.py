@@ -11,6 +11,7 @@ from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.v1 import common_pb2 as pb
 
+_ROLES = {"cli": "the command line"}
 MAX_HELLO_CHARS = 256  # length of each name in a hello; ids have 52, names for people at most 63
 
 
@@ -50,7 +51,7 @@ def check_hello(hello: Hello, *, own_name: str = "this node") -> None:
         )
     if hello.protocol_version == PROTOCOL_VERSION:
         return
-    other = hello.node_name or hello.node_id or hello.role or "the other side"
+    other = hello.node_name or hello.node_id or _ROLES.get(hello.role, hello.role) or "the other side"
     older = other if hello.protocol_version < PROTOCOL_VERSION else own_name
     raise VersionMismatch(
         f"{other} and {own_name} speak different versions of the protocol",

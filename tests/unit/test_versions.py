@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import edgepipe
-from edgepipe.versions import is_behind, newest
+from edgepipe.versions import are_near, is_behind, newest
 
 IN_ORDER = ("0.1.0", "0.2.0.dev3", "0.2.0a1", "0.2.0b1", "0.2.0rc1", "0.2.0rc2", "0.2.0", "0.2.0.post1", "0.10", "1.0")
 
@@ -23,6 +23,23 @@ def test_versions_have_an_order() -> None:
 def test_other_spellings_of_a_version_are_equal(same: str) -> None:
     assert not is_behind(same, "0.1.0")
     assert not is_behind("0.1.0", same)
+
+
+@pytest.mark.parametrize(
+    ("version", "other", "near"),
+    [
+        ("0.1.0", "0.1.9", True),
+        ("0.1.0", "0.2.0rc1", True),
+        ("0.1.0", "0.3.0", False),
+        ("1.0.0", "1.1.0", True),
+        ("0.9.0", "1.0.0", False),
+        ("1", "1.1", True),
+        ("0.1.0", "unknown", True),
+    ],
+)
+def test_versions_at_most_one_minor_apart_are_near(version: str, other: str, near: bool) -> None:
+    assert are_near(version, other) is near
+    assert are_near(other, version) is near
 
 
 @pytest.mark.parametrize("text", ["", "unknown", "1.x", "1" * 5000, "0.1.0 <script>"])

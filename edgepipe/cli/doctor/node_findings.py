@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from edgepipe import __version__
 from edgepipe.cli.doctor.findings import Finding, Level, clock_finding, note, ok, problem, warning
 from edgepipe.cli.views.left_out import left_out_text
-from edgepipe.errors import EdgepipeError
-from edgepipe.versions import is_behind
+from edgepipe.errors import EdgepipeError, VersionMismatch
+from edgepipe.versions import are_near, is_behind
 
 if TYPE_CHECKING:
     from edgepipe.backend.types import PackedProducts
@@ -29,6 +29,7 @@ def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
         yield warning(
             id=f"peer.{name}.version",
             what=f"{name} runs edgepipe {version}, this machine {__version__}",
+            fact="" if are_near(version, __version__) else "only versions at most one minor apart are tested together",
             remedy=f"on {name if is_behind(version, __version__) else 'this machine'}: edgepipe update",
         )
     yield clock_finding(name, skew_ms=member.clock_skew_ms)
@@ -132,7 +133,8 @@ def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
             remedy=f"on {node}: edgepipe doctor",
         )
     for refused in status.refused:
-        yield note(
+        version = isinstance(refused.error, VersionMismatch)
+        yield (warning if version else note)(
             id="node.refused",
             what=f"{refused.peer}: {refused.error.what}",
             fact=refused.error.fact,

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.cli.serve import layers_of
 from edgepipe.cli.views.left_out import left_out_text
 from edgepipe.cluster.absence import absence_text, continuing_text, joined, missed, since_text, stopped
 from edgepipe.cluster.model_copies import ModelCopies, copies_of
 from edgepipe.units import format_bytes, format_duration_s
-from edgepipe.versions import is_behind, newest
+from edgepipe.versions import are_near, is_behind, newest
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from edgepipe.backend.types import PackedProducts, SlowPath
     from edgepipe.wire.engines import Advice, DraftState, EngineState, PromptSteps
-    from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, Transfer
+    from edgepipe.wire.nodes import ClusterStatus, DeviceState, ForeignNode, MemberState, Transfer
 
 _BAR_CELLS = 10
 _STYLES = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim", "ready": "green", "failed": "red"}
@@ -68,7 +69,8 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
         yield Text(text, style="yellow")
     for refused in status.refused:
         yield Text(f"refused {refused.peer}: {refused.error.what}", style="yellow")
-        yield indented(Text(refused.error.next_step, style="yellow"))
+        for text in filter(None, (refused.error.fact, refused.error.next_step)):
+            yield indented(Text(text, style="yellow"))
 
 
 def trust_notes(status: ClusterStatus) -> Iterator[str]:
@@ -83,9 +85,17 @@ def trust_notes(status: ClusterStatus) -> Iterator[str]:
         yield f"this node cannot use mDNS: {status.discovery_problem}; it uses remembered addresses and --peer"
     for other in status.neighbours[:_NEIGHBOURS]:
         if other.cluster_id == status.cluster_id:
-            yield f"'{other.name}' at {other.address} claims to be in this cluster: other version, or not paired"
+            yield f"'{other.name}' at {other.address} claims to be in this cluster: {_difference(other)}"
         elif len(status.members) == 1:
             yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with it"
+
+
+def _difference(other: ForeignNode) -> str:
+    """Say what keeps a node that names this cluster from it."""
+    if other.protocol_version == PROTOCOL_VERSION:
+        return "not paired"
+    its = f"edgepipe {other.edgepipe_version} (protocol {other.protocol_version})"
+    return f"it runs {its}, this machine {__version__} (protocol {PROTOCOL_VERSION})"
 
 
 def behind_notes(status: ClusterStatus) -> Iterator[str]:
@@ -94,7 +104,8 @@ def behind_notes(status: ClusterStatus) -> Iterator[str]:
     for member in status.members:
         if is_behind(version := member.node.edgepipe_version, latest):
             name = _short(member.node.name)
-            yield f"{name} runs edgepipe {version}, another node {latest}; on {name}: edgepipe update"
+            far = "" if are_near(version, latest) else " (only versions at most one minor apart are tested together)"
+            yield f"{name} runs edgepipe {version}, another node {latest}{far}; on {name}: edgepipe update"
 
 
 def news_of(status: ClusterStatus) -> str:

@@ -156,7 +156,14 @@ def model(setup: Setup) -> None:
 def service(setup: Setup) -> None:
     """Ask whether to start the node at boot; install the service."""
     say("\n6/6  At boot", style="bold")
-    from edgepipe.cli.service import install_service, manager_runs, read_state, run_command, service_plan
+    from edgepipe.cli.service import (
+        install_service,
+        manager_runs,
+        read_state,
+        run_command,
+        service_plan,
+        wait_until_answers,
+    )
 
     if not manager_runs() and not setup.given.service:
         note("this system has neither systemd nor launchd, so no service can start the node")
@@ -175,6 +182,7 @@ def service(setup: Setup) -> None:
     _stop_own(setup)
     try:
         install_service(plan)
+        wait_until_answers(setup.data_dir)
     except EdgepipeError as error:
         warn(error.what, remedy=error.fact)
         _start(setup)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +24,11 @@ def build_wheel(folder: Path, *, source: Path = ROOT) -> Path:
     return wheel
 
 
-def pack_dependencies(folder: Path) -> None:
-    """Write the wheels of everything that edgepipe without extras needs, from the files of this environment."""
-    for name in sorted(_needed("edgepipe") - {"edgepipe"}):
+def pack_dependencies(folder: Path, *, of: Sequence[str] = ("edgepipe",)) -> None:
+    """Write the wheels of everything that these need without extras, and their own, from this environment's files.
+
+    Edgepipe's own wheel is ``build_wheel``'s."""
+    for name in sorted({each for top in of for each in _needed(top)} - {"edgepipe"}):
         _pack(metadata.distribution(name), folder)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.cli import service
 from edgepipe.cli.service_plan import Manager, ServiceFacts, make_plan, starts_node_of
+from edgepipe.errors import ClusterError
 from tests.support.daemon.node_files import make_node
 from tests.support.processes.command_line import Run
 
@@ -149,6 +151,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SUDO_USER", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("edgepipe.cli.service.wait_until_answers", lambda data_dir: None)  # nothing is started here
     return tmp_path
 
 
@@ -177,6 +180,14 @@ def test_a_failing_systemctl_is_said_and_leaves_nothing(run: Run, systemd: Path)
     assert "no such bus" in result.err
     assert "edgepipe node start" in result.err
     assert not list((systemd / "home").rglob("edgepipe.service"))
+
+
+def test_a_service_whose_node_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(service, "_ask", lambda _: subprocess.CompletedProcess([], 3, "", "error: no node runs\n"))
+    with pytest.raises(ClusterError, match="does not answer") as caught:
+        service.wait_until_answers(tmp_path)
+    assert (caught.value.fact, caught.value.next_step) == ("no node runs", "edgepipe service logs")
 
 
 def test_uninstall_spares_the_service_of_another_node(run: Run, systemd: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgepipe.cli.installation import (
+    RELEASED,
     Installation,
     Installer,
     find_installation,
@@ -17,6 +19,7 @@ from edgepipe.cli.installation import (
 )
 from edgepipe.cli.restarting import kept_flags
 from edgepipe.errors import ConfigInvalid, FeatureMissing
+from tests.support.processes.wheels import ROOT
 
 INSTALLED = Installation(
     installer=Installer.PIP,
@@ -26,26 +29,32 @@ INSTALLED = Installation(
     extras=("torch",),
     uv="/bin/uv",
 )
-PIP = "/env/bin/python -m pip install --upgrade"
-UV_TOOL = "/bin/uv tool install --python 3.12 --reinstall-package edgepipe"
+PIP = "/env/bin/python -m pip install"
+PIPX = "pipx runpip edgepipe install"
+UV_TOOL = "/bin/uv tool install --python 3.12 --upgrade-package edgepipe --reinstall-package edgepipe"
+FOLDER = ("--no-index", "--find-links", "file:///w")
 
 
-def commands(installed: Installation, *source: str) -> list[str]:
-    return [" ".join(command) for command in update_commands(installed, source)]
+def commands(installed: Installation, *source: str, released: bool = True) -> list[str]:
+    return [" ".join(command) for command in update_commands(installed, source, released=released)]
+
+
+def both(pip: str, source: str) -> list[str]:
+    """What it needs, then edgepipe itself."""
+    return [f"{pip} --upgrade {source}", f"{pip} --force-reinstall --no-deps {source}"]
 
 
 @pytest.mark.parametrize(
     ("installer", "source", "expected"),
     [
-        (Installer.UV, (), ["/bin/uv tool upgrade --reinstall-package edgepipe edgepipe"]),
+        (Installer.UV, (), [f"{UV_TOOL} --torch-backend=auto edgepipe[torch]"]),
         (Installer.UV, ("a.whl[torch]",), [f"{UV_TOOL} --torch-backend=auto a.whl[torch]"]),
         (Installer.UV, ("--no-index", "--find-links", "w", "e"), [f"{UV_TOOL} --no-index --find-links w e"]),
         (Installer.UV, ("--index-url", "u", "e"), [f"{UV_TOOL} --torch-backend=auto --index u e"]),
         (Installer.PIPX, (), ["pipx upgrade edgepipe"]),
-        (Installer.PIPX, ("a.whl",), ["pipx runpip edgepipe install --upgrade a.whl"]),
-        (Installer.PIP, (), [f"{PIP} edgepipe[torch]"]),
-        (Installer.PIP, ("a.whl",), [f"{PIP} a.whl"]),
-        (Installer.CHECKOUT, (), ["git -C /env pull --ff-only", f"{PIP} -e /env[torch]"]),
+        (Installer.PIPX, ("a.whl",), both(PIPX, "a.whl")),
+        (Installer.PIP, (), both(PIP, "edgepipe[torch]")),
+        (Installer.PIP, ("a.whl",), both(PIP, "a.whl")),
     ],
 )
 def test_an_update_uses_what_installed_edgepipe(
@@ -54,11 +63,52 @@ def test_an_update_uses_what_installed_edgepipe(
     assert commands(replace(INSTALLED, installer=installer), *source) == expected
 
 
-def test_pip_takes_the_same_source_again() -> None:
-    from_git = replace(INSTALLED, source="git+https://git.example/e@main")
-    assert commands(from_git) == [f"{PIP} edgepipe[torch] @ git+https://git.example/e@main"]
-    with pytest.raises(ConfigInvalid, match="from a file"):
-        update_commands(replace(INSTALLED, source="file:///tmp/edgepipe-1-py3-none-any.whl"))
+def test_an_update_takes_the_same_source_again() -> None:
+    main = "git+https://git.example/e@main"
+    again = f"edgepipe[torch] @ {main}"
+    from_git = replace(INSTALLED, source=main)
+    assert commands(from_git, released=False) == both(PIP, again)
+    assert commands(replace(from_git, installer=Installer.PIPX), released=False) == both(PIPX, again)
+    assert commands(replace(from_git, installer=Installer.UV)) == [f"{UV_TOOL} --torch-backend=auto {again}"]
+    remembered = replace(INSTALLED, installer=Installer.UV, index=FOLDER)
+    assert commands(remembered, released=False) == [f"{UV_TOOL} {' '.join(FOLDER)} edgepipe[torch]"]
+
+
+@pytest.mark.parametrize("installer", [Installer.UV, Installer.PIPX, Installer.PIP, Installer.CHECKOUT])
+def test_a_clone_is_pulled_before_edgepipe_is_built_from_it(installer: Installer) -> None:
+    clone = Path("/clone")
+    built = replace(INSTALLED, installer=installer, source="file:///clone", checkout=clone, has_git=True)
+    if installer is Installer.CHECKOUT:
+        built = replace(built, place=clone)
+    first, second, *_ = commands(built, released=False)
+    assert first == "git -C /clone pull --ff-only"
+    assert "/clone" in second
+    unpacked = replace(built, has_git=False)  # an archive, not a clone
+    assert commands(unpacked, released=False)[0] == second
+
+
+@pytest.mark.parametrize("installer", [Installer.UV, Installer.PIPX, Installer.PIP])
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"source": "file:///tmp/edgepipe-1-py3-none-any.whl"}, "from the file"),
+        ({"source": "file:///clone", "checkout": Path("/clone"), "checkout_exists": False}, "/clone, which is gone"),
+        ({}, "has no release yet"),
+    ],
+)
+def test_without_a_place_for_newer_versions_a_person_names_one(
+    installer: Installer, changes: dict[str, Any], fact: str
+) -> None:
+    installed = replace(INSTALLED, installer=installer, **changes)
+    with pytest.raises(ConfigInvalid) as caught:
+        update_commands(installed, released=False)
+    assert fact in caught.value.fact
+    assert "--from WHERE" in caught.value.next_step
+    assert update_commands(installed, ["a.whl"], released=False)
+
+
+def test_updates_and_the_script_agree_whether_there_is_a_release() -> None:
+    assert f"RELEASED={'yes' if RELEASED else 'no'} #" in (ROOT / "scripts" / "install.sh").read_text()
 
 
 def test_without_pip_uv_updates_the_environment() -> None:
@@ -67,7 +117,9 @@ def test_without_pip_uv_updates_the_environment() -> None:
     assert commands(without) == [f"/bin/uv pip install --python /env/bin/python {packages} edgepipe"]
     assert "uv pip uninstall" in remove_command(without)
     with pytest.raises(FeatureMissing, match="nothing on this machine"):
-        update_commands(replace(without, uv=""))
+        commands(replace(without, uv=""))
+    with pytest.raises(FeatureMissing, match="uv installed edgepipe"):
+        commands(replace(without, installer=Installer.UV, uv=""))
 
 
 def test_a_checkout_takes_no_other_source() -> None:
