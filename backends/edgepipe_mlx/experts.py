@@ -14,6 +14,7 @@ import numpy as np
 
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe_mlx.feed_forward import FeedForward, Product
+from edgepipe_mlx.layer_graphs import MOST_ROWS
 from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
 from edgepipe_mlx.packing import MlxWeight
 
@@ -22,6 +23,8 @@ _SORTED_AT = 64
 
 Below, the kernels that sort cost more. mlx-lm has the same number.
 """
+
+_FUSED_EXPERTS = 8  # of a token, whose outputs one fused kernel adds: MLX gives such a kernel at most 24 arrays
 
 
 class Stack(Protocol):
@@ -226,7 +229,7 @@ class Mixture:
             rows = x[order // self.spec.used][:, None]
             outputs = self._experts(rows, experts[order], is_sorted=True)[mx.argsort(order)]
             outputs = outputs.reshape(*chosen.shape, 1, -1)
-        mixed = (outputs * factors[..., None, None]).sum(axis=1).squeeze(1).astype(x.dtype)
+        mixed = _mixed(outputs, factors).astype(x.dtype)
         return mixed if self._around is None else self._around[1].multiply(mixed)
 
     def _experts(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
@@ -234,6 +237,21 @@ class Mixture:
         entering = self._gate_up.multiply_by(x, experts, is_sorted=is_sorted)
         inner = self._activation(entering[0], entering[-1])
         return self._down.multiply_by(inner, experts, is_sorted=is_sorted)
+
+
+def _mixed(outputs: mx.array, factors: mx.array) -> mx.array:
+    """Return the sum [T, H] of outputs [T, K, 1, H] of the experts, times factors [T, K], in float32.
+
+    MLX fuses products and sums of few rows with what comes behind them, and no sum over an axis.
+    """
+    rows, used = factors.shape
+    if rows > MOST_ROWS or used > _FUSED_EXPERTS:
+        return (outputs * factors[..., None, None]).sum(axis=1).squeeze(1)
+    terms = [outputs[:, index, 0] * factors[:, index, None] for index in range(used)]
+    while len(terms) > 1:
+        pairs = [one + other for one, other in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[len(pairs) * 2 :]
+    return terms[0]
 
 
 def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -275,4 +293,4 @@ def _within_groups(router: Router, ranked: mx.array) -> mx.array:
 
 def _highest(values: mx.array, count: int) -> mx.array:
     """Return the places [..., count] of the highest values [..., n], in an order that depends on these alone."""
-    return mx.argpartition(-values, count - 1, axis=-1)[..., :count]
+    return mx.argpartition(values, -count, axis=-1)[..., -count:]

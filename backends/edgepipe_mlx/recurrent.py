@@ -33,10 +33,10 @@ class Convolution:
 
     def step(self, last: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
         """Convolve x [N, C] behind the inputs last [N, taps - 1, C]. Returns [N, C], and the inputs to keep."""
-        window = mx.concatenate([last, x[:, None]], axis=1)
-        taps = (window[:, tap] * self._weight[:, tap] for tap in range(self._weight.shape[1]))
-        out = reduce(mx.add, taps)  # which MLX fuses, unlike a sum over an axis
-        return out if self._bias is None else out + self._bias, window[:, 1:]
+        window = [*(last[:, tap] for tap in range(last.shape[1])), x]
+        out = reduce(mx.add, (each * self._weight[:, tap] for tap, each in enumerate(window)))  # fused, unlike a sum
+        kept = mx.concatenate([last[:, 1:], x[:, None]], axis=1)
+        return out if self._bias is None else out + self._bias, kept
 
     def whole(self, last: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
         """Convolve the tokens x [L, C] behind the inputs last [taps - 1, C]. Returns [L, C], and the inputs to keep."""
@@ -81,7 +81,7 @@ class RecurrentMixer:
 
     def _singles(self, made: mx.array, step: StateStep, advance: Advance) -> mx.array:
         out, *after = advance(made, *step.pool.read(step.step.read))
-        step.keep(step.step.write, tuple(after))
+        step.keep(step.step.write, tuple(after), own=True)
         return out
 
     def _long(self, made: mx.array, row: LongRow, step: StateStep) -> mx.array:
@@ -144,11 +144,15 @@ class DeltaNetMixer(RecurrentMixer):
         self._dt_bias = weights.vector("linear_attn.dt_bias")
         self._rates = mx.exp(weights.vector("linear_attn.A_log"))
         self._norm = weights.vector("linear_attn.norm.weight")
-        self._eps = weights.norm_eps
-        heads = mx.arange(spec.value_heads)
-        # Their norm leaves queries and keys with a length of K^(1/2). Keys get 1, and queries K^(-1/2).
-        self._lengths = mx.array([1 / spec.key_dim, spec.key_dim**-0.5])[:, None, None]
-        self._key_head = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
+        # Their norm gives queries and keys a length of 1. Queries need one of K^(-1/2): the norm of the outputs, which
+        # are K^(1/2) times as large then, makes up for it.
+        self._eps = weights.norm_eps * spec.key_dim
+        self._lengths = mx.full((spec.key_dim,), spec.key_dim**-0.5)
+        heads, shared = mx.arange(spec.value_heads), spec.value_heads // spec.key_heads  # that share a key head
+        self._key_head = heads % spec.key_heads if spec.tiled else heads // shared
+        # The value heads [H] in two axes a and b, and the one of those that share a key head.
+        self._by_key_head = (shared, spec.key_heads) if spec.tiled else (spec.key_heads, shared)
+        self._shared_axis = 1 if spec.tiled else 2
         mx.eval(self._rates, self._lengths, self._key_head)  # compiled steps would compute them each time
 
     def _input(self, x: mx.array) -> mx.array:
@@ -166,19 +170,21 @@ class DeltaNetMixer(RecurrentMixer):
         ends = list(accumulate([spec.channels, self._width(), spec.value_heads]))
         return list(mx.split(made, ends, axis=-1))
 
-    def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries and keys [T, H, K], normalised, and values [T, H, V] of convolved channels [T, C]."""
+    def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array]:
+        """Return queries and keys [T, 2, Hk, K], normalised, and values [T, H, V] of convolved channels [T, C]."""
         spec = self._spec
         size = spec.key_heads * spec.key_dim
         keys = mixed[:, : 2 * size].reshape(-1, 2, spec.key_heads, spec.key_dim)
-        keys = mx.fast.rms_norm(keys, None, _LENGTH_EPS / spec.key_dim) * self._lengths
-        keys = mx.take(keys, self._key_head, axis=2)
-        values = mixed[:, 2 * size :].reshape(-1, spec.value_heads, spec.value_dim)
-        return keys[:, 0], keys[:, 1], values
+        keys = mx.fast.rms_norm(keys, self._lengths, _LENGTH_EPS / spec.key_dim)
+        return keys, mixed[:, 2 * size :].reshape(-1, spec.value_heads, spec.value_dim)
 
     def _gates(self, alpha: mx.array, beta: mx.array) -> tuple[mx.array, mx.array]:
         """Return the logarithm of the decay, and beta, [T, H]."""
         return _delta_gates(alpha, beta, self._dt_bias, self._rates)
+
+    def _column(self, values: mx.array) -> mx.array:
+        """Return values [..., H] as [..., a, b, 1], as they are used: MLX fuses nothing over a change of shape."""
+        return values.reshape(*values.shape[:-1], *self._by_key_head, 1)
 
     def _gated(self, out: mx.array, z: mx.array) -> mx.array:
         """Normalise the heads' outputs [T, H, V] and multiply them with SiLU(z) [T, H V]."""
@@ -189,22 +195,24 @@ class DeltaNetMixer(RecurrentMixer):
         last, memory = state
         channels, z, beta, alpha = self._parts(made)
         mixed, last = self._convolution.step(last, channels)
-        queries, keys, values = self._heads(nn.silu(mixed))
-        columns = alpha[..., None], beta[..., None], self._dt_bias[:, None], self._rates[:, None]
-        log_decay, beta = _delta_gates(
-            *columns
-        )  # [N, H, 1], as they are used: MLX fuses nothing over a change of shape
+        both, values = self._heads(nn.silu(mixed))
+        queries, keys = (mx.expand_dims(both[:, index], self._shared_axis) for index in (0, 1))  # [N, a, b, K]
+        log_decay, beta = _delta_gates(*map(self._column, (alpha, beta, self._dt_bias, self._rates)))
         decay = mx.exp(log_decay)
-        error = (values - decay * (keys[..., None, :] @ memory).squeeze(-2)) * beta
-        memory = _stepped(memory, decay[..., None], keys[..., None], error[..., None, :])
-        out = (queries[..., None, :] @ memory).squeeze(-2)
-        return self._gated(out, z), (last, memory)
+        memories = memory.reshape(-1, *self._by_key_head, *memory.shape[2:])
+        values = values.reshape(-1, *self._by_key_head, values.shape[-1])
+        error = (values - decay * (keys[..., None, :] @ memories).squeeze(-2)) * beta
+        memories = _stepped(memories, decay[..., None], keys[..., None], error[..., None, :])
+        out = (queries[..., None, :] @ memories).reshape(-1, *memory.shape[1:2], values.shape[-1])
+        return self._gated(out, z), (last, memories.reshape(memory.shape))
 
     def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
         last, memory = state
         channels, z, beta, alpha = self._parts(made)
         mixed, last = self._convolution.whole(last, channels)
-        queries, keys, values = (each.swapaxes(0, 1) for each in self._heads(nn.silu(mixed)))
+        both, values = self._heads(nn.silu(mixed))
+        keys = mx.take(both, self._key_head, axis=2)
+        queries, keys, values = (each.swapaxes(0, 1) for each in (keys[:, 0], keys[:, 1], values))
         log_decay, beta = (each.T for each in self._gates(alpha, beta))
         out, memory = delta_tokens(queries, keys, values, log_decay, beta, memory)
         return self._gated(out.swapaxes(0, 1), z), (last, memory)

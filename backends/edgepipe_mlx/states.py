@@ -53,15 +53,26 @@ class LayerStates:
         rows = [self._batches[slot].row(slot) for slot in slots]
         return rows[0] if len(rows) == 1 else tuple(mx.concatenate(list(each)) for each in zip(*rows, strict=True))
 
-    def write(self, slots: Sequence[int], states: State) -> list[mx.array]:
-        """Keep states [N, ...] in slots [N]. Returns new arrays, which the step must evaluate."""
+    def write(self, slots: Sequence[int], states: State, *, own: bool = False) -> list[mx.array]:
+        """Keep states [N, ...] in slots [N]. Returns new arrays, which the step must evaluate.
+
+        own  the states are no parts of larger arrays, which they would keep alive; others are copied
+        """
         left = {other for slot in slots for other in self._batches[slot].slots} - set(slots)
-        found = [(states, tuple(slots)), *((self._batches[slot].row(slot), (slot,)) for slot in sorted(left))]
-        new = [_Batch(tuple(mx.contiguous(each) for each in arrays), own) for arrays, own in found]
+        apart = ((self._batches[slot].row(slot), (slot,)) for slot in sorted(left))
+        new = [
+            _Batch(states if own else _copied(states), tuple(slots)),
+            *(_Batch(_copied(each), at) for each, at in apart),
+        ]
         for batch in new:
             for slot in batch.slots:
                 self._batches[slot] = batch
         return [array for batch in new for array in batch.arrays]
+
+
+def _copied(states: State) -> State:
+    """Return arrays that keep no larger ones alive."""
+    return tuple(mx.contiguous(each) for each in states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,6 @@ class StateStep:
     step: StepStates
     pool: LayerStates
 
-    def keep(self, slots: Sequence[int], states: State) -> None:
-        """Keep states [N, ...] in slots [N]."""
-        self.step.written += self.pool.write(slots, states)
+    def keep(self, slots: Sequence[int], states: State, *, own: bool = False) -> None:
+        """Keep states [N, ...] in slots [N]; see ``LayerStates.write``."""
+        self.step.written += self.pool.write(slots, states, own=own)

@@ -13,7 +13,7 @@ HIDDEN = 256  # a block of a K type
 
 _PLAIN = tiny_config(num_layers=1, hidden_size=HIDDEN, intermediate_size=HIDDEN, head_dim=64)
 _LLAMA = _PLAIN.layers[0]
-_EXPERTS = Experts(count=8, used=2, inner=HIDDEN, router=Router())
+_EXPERTS = Experts(count=16, used=8, inner=HIDDEN, router=Router())
 DELTA = DeltaNet(key_heads=8, value_heads=16, key_dim=16, value_dim=32, taps=4)
 
 LAYERS: dict[str, LayerSpec] = {
