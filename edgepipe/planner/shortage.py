@@ -12,12 +12,14 @@ from edgepipe.planner.placement import Need, NodeRoom, ram_stage_bytes, stage_by
 from edgepipe.planner.profiles import Machine
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.kv_forms import KV_FORMS
+from edgepipe.spec.memory_classes import most_within
 from edgepipe.units import format_bytes
 from edgepipe.weights.mixes import mix_table
 
 _SIZES_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 512)  # common memory sizes
 _HEADROOM = 1.06  # total memory over usable memory
 _SHORT_CONTEXT = 4096  # tokens: a long chat
+_CONTEXT = "--context"
 _WORTH_CLOSING_BYTES = 500_000_000
 IN_RAM = "--experts-in-ram auto (slower)"
 _SMALL_MIXES = ("q4_k_m", "q4_0", "q3_k_m")  # the best first (docs/which-file.md)
@@ -59,7 +61,12 @@ class Shortage:
 
 
 def shortage_of(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0) -> Shortage:
-    """Return the shortage for the required context, over the ``num_nodes`` roomiest machines (0: all)."""
+    """Return the shortage for the required context, over the ``num_nodes`` roomiest machines (0: all).
+
+    Machines whose slots of states are not bounded keep the fewest that the planner allows.
+    """
+    if not any(machine.room.most_slots for machine in machines):
+        machines = [machine.with_most_slots(demand.slot_choices()[-1]) for machine in machines]
     able = sorted(machines, key=lambda machine: -machine.room.free_bytes)[: num_nodes or None]
     weight_bytes, kv_bytes = _whole_bytes(demand, able, demand.least_kv_tokens)
     found = Shortage(
@@ -77,7 +84,9 @@ def too_small(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0
     short = shortage_of(demand, machines, num_nodes=num_nodes)
     rooms = ", ".join(f"{name} {format_bytes(size)}" for name, size in short.rooms)
     missing = f"{format_bytes(short.missing_bytes)} missing" if short.missing_bytes else "no cut between layers fits"
-    enough = "".join(f"{help_.what}, or " for help_ in short.helps if help_.enough)
+    named = demand.must_keep_tokens > 0  # the search names the largest context more precisely
+    helps = [help_.what for help_ in short.helps if help_.enough and not (named and help_.what.startswith(_CONTEXT))]
+    enough = "".join(f"{what}, or " for what in helps)
     return NoFeasiblePlacement(
         f"the model needs about {format_bytes(short.needed_bytes)}, {format_bytes(short.free_bytes)} are free",
         fact=f"{missing}; free: {rooms}",
@@ -178,12 +187,22 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
         if saved >= missing:
             break  # a form with fewer bits only costs precision
     if demand.least_kv_tokens > _SHORT_CONTEXT:
-        saved = short.kv_bytes - _whole_bytes(demand, machines, _SHORT_CONTEXT)[1]
-        yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)
+        context = _largest_context(demand, machines, short.kv_bytes - missing)
+        saved = short.kv_bytes - _whole_bytes(demand, machines, context)[1]
+        yield Help(what=f"{_CONTEXT} {context}", gain_bytes=saved, enough=saved >= missing)
     size = next((size for size in _SIZES_GB if size * 1e9 / _HEADROOM >= missing), 0)
     if size:
         action = f"add a machine with {size} GB"
         yield Help(what=action, gain_bytes=int(size * 1e9 / _HEADROOM), enough=True)
+
+
+def _largest_context(demand: Demand, machines: Sequence[Machine], kv_bytes: int) -> int:
+    """Return the largest context whose KV takes at most ``kv_bytes``, in whole short ones; a short one if none does."""
+
+    def bytes_of(contexts: int) -> int:
+        return _whole_bytes(demand, machines, contexts * _SHORT_CONTEXT)[1]
+
+    return _SHORT_CONTEXT * max(1, most_within(kv_bytes, bytes_of, at_most=demand.least_kv_tokens // _SHORT_CONTEXT))
 
 
 def _smaller_type(demand: Demand, machines: Sequence[Machine], weight_bytes: int, missing: int) -> Iterator[Help]:

@@ -170,6 +170,21 @@ def test_what_fits_nowhere_is_added_up_and_what_helps_is_named() -> None:
     assert any(remedy.enough and "machine" in remedy.what for remedy in short.helps)
 
 
+def test_the_largest_short_context_that_would_fit_is_named() -> None:
+    able = machines("4x rtx4090", BIG)
+    demand = Demand(config=BIG, context_tokens=131072, must_keep_tokens=131072)
+    short = shortage_of(demand, able)
+    (shorter,) = [remedy for remedy in short.helps if remedy.what.startswith("--context")]
+    context = int(shorter.what.split()[-1])
+    assert shorter.enough
+    assert 4096 < context < 131072
+    assert short.kv_bytes * (131072 - context) // 131072 >= short.missing_bytes
+    assert short.kv_bytes * (131072 - context - 4096) // 131072 < short.missing_bytes
+    with pytest.raises(NoFeasiblePlacement) as error:
+        plan(demand, able, LAN)
+    assert f"--context {context}" not in error.value.next_step, "the search names it more precisely"
+
+
 def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter() -> None:
     able = machines("3x rtx4090", BIG)
     found = plan(Demand(config=BIG), able, LAN, Constraints(layers="a:0-20,b:21-41,c:42-63"))

@@ -12,7 +12,8 @@ from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.preview import host_kv_tokens
-from edgepipe.spec.memory_classes import state_slots
+from edgepipe.planner.shortage import shortage_of
+from edgepipe.spec.memory_classes import LEAST_SLOTS, state_slots
 from edgepipe.units import LinkShape
 from edgepipe.weights.mixes import named_model
 
@@ -100,3 +101,14 @@ def test_only_the_last_number_of_slots_searches_for_the_largest_context(monkeypa
 def test_a_plan_says_how_many_tokens_of_idle_chats_host_memory_holds() -> None:
     wide, packed = host_kv_tokens(planned(kv="")), host_kv_tokens(planned())
     assert 0 < wide < packed
+
+
+def test_what_is_missing_is_counted_with_the_fewest_snapshots() -> None:
+    config, weights = named_model(HYBRID)
+    cluster = known_cluster(parse_devices("rtx4090"), config, link=LinkShape(bytes_per_s=1e8), model=HYBRID, kv="8bit")
+    demand = Demand(config=config, weights=weights, concurrency=1, context_tokens=262_144, must_keep_tokens=262_144)
+    short = shortage_of(demand, cluster.machines)
+    per_token = config.kv_bytes_per_token(form="8bit")
+    states = state_slots(config, 262_144, most_slots=LEAST_SLOTS)
+    assert states is not None
+    assert short.kv_bytes == 262_144 * per_token + states.kept_slots * config.state_bytes()
