@@ -106,13 +106,14 @@ def update_commands(installed: Installation, source: Sequence[str] = (), *, rele
         pull = [("git", "-C", str(installed.checkout), "pull", "--ff-only")] if installed.has_git else []
     match installed.installer:
         case Installer.CHECKOUT:
-            return [*pull, *_pip(installed, ("-e", f"{installed.place}{_extras(installed.extras)}"))]
+            return [*pull, *_pip(installed, ("-e", f"{installed.place}{_extras(installed.extras)}"), builds=True)]
         case Installer.UV:
             return [*pull, _uv(installed, source)]
         case Installer.PIPX if not source and not installed.source:
             return [("pipx", "upgrade", "edgepipe")]
         case Installer.PIPX | Installer.PIP:
-            return [*pull, *_pip(installed, source or _again(installed))]
+            builds = not source and installed.checkout is not None
+            return [*pull, *_pip(installed, source or _again(installed), builds=builds)]
 
 
 def remove_command(installed: Installation) -> str:
@@ -180,8 +181,11 @@ def _uv(installed: Installation, source: Sequence[str]) -> Command:
     return (installed.uv, "tool", "install", *options, *torch, *words)
 
 
-def _pip(installed: Installation, arguments: Sequence[str]) -> list[Command]:
-    """Install what edgepipe needs now, then edgepipe itself even if its version is the same, as between releases."""
+def _pip(installed: Installation, arguments: Sequence[str], *, builds: bool) -> list[Command]:
+    """Install what edgepipe needs now, then edgepipe itself even if its version is the same, as between releases.
+
+    ``builds``: the arguments name a folder, whose files pip always takes anew.
+    """
     if installed.installer is Installer.PIPX:
         install: Command = ("pipx", "runpip", "edgepipe", "install")
     elif installed.has_pip:
@@ -194,7 +198,7 @@ def _pip(installed: Installation, arguments: Sequence[str]) -> list[Command]:
             "nothing on this machine can update edgepipe", fact="its Python has no pip", next_step="install uv"
         )
     commands: list[Command] = [(*install, "--upgrade", *arguments)]
-    if installed.installer is not Installer.CHECKOUT:
+    if not builds:
         commands.append((*install, "--force-reinstall", "--no-deps", *arguments))
     return commands
 

@@ -11,8 +11,6 @@ import httpx
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe import PROTOCOL_VERSION, __version__
-from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.identity import load_identity
 from edgepipe.daemon.machine.data_dir import socket_path
 from tests.support.processes.bad_input import Node, Shell, emulated_model, error_of
@@ -156,46 +154,3 @@ def test_a_backend_whose_library_is_broken_is_told_by_status_and_serve(tmp_path:
         assert "degraded" in shown
         assert "the mlx backend cannot be" in shown
         error_of(shell.run("serve", "tiny"), 6, "no node can compute", "the mlx backend cannot be imported")
-
-
-@pytest.mark.long
-def test_nodes_of_two_protocols_name_the_one_to_upgrade(tmp_path: Path) -> None:
-    old, new = Shell(tmp_path / "old"), _newer(tmp_path)
-    emulated_model(old, CONFIG)
-    found_local_cluster([old.data_dir, new.data_dir], name="home")
-    with old.node(*EMULATED, "--name", "old") as node, new.node("--name", "new", "--peer", node.address):
-        for shell, other in ((old, "new"), (new, "old")):
-            refused = shell.until(lambda status: bool(status["refused"]))["refused"][0]["error"]
-            assert refused["code"] == "version_mismatch"
-            assert other in refused["what"]
-            assert f"protocol {PROTOCOL_VERSION + 1}" in refused["fact"]
-            shown = " ".join(shell.run("status").stdout.split())
-            assert "speak different versions of the protocol" in shown
-            assert "on old: edgepipe update" in shown
-        error_of(
-            old.run("serve", "tiny", "--nodes", "2"), 9, "2 nodes are wanted, 1 can compute", "new", "edgepipe update"
-        )
-        error_of(new.with_variables(PYTHONPATH="").run("status"), 9, "the running node", "edgepipe node stop")
-
-
-@pytest.mark.long
-def test_nodes_of_two_versions_and_one_protocol_serve_together(tmp_path: Path) -> None:
-    old, new = Shell(tmp_path / "old"), _newer(tmp_path, change="edgepipe.__version__ = '99.1'")
-    emulated_model(old, CONFIG)
-    found_local_cluster([old.data_dir, new.data_dir], name="home")
-    with old.node(*EMULATED, "--name", "old") as node, new.node(*EMULATED, "--name", "new", "--peer", node.address):
-        old.until(lambda status: [m["node"]["devices"][0]["state"] for m in status["members"]] == ["idle"] * 2)
-        assert old.run("serve", "tiny", "--plan", "old:0-2,new:3-5").returncode == 0
-        body = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{node.url}/v1/completions", json=body, timeout=30, trust_env=False).json()
-        assert answer["usage"]["completion_tokens"] == 8
-        for shell in (old, new):
-            shown = " ".join(shell.run("status").stdout.split())
-            assert f"old runs edgepipe {__version__}, another node 99.1; on old: edgepipe update" in shown
-
-
-def _newer(folder: Path, *, change: str = "edgepipe.PROTOCOL_VERSION += 1") -> Shell:
-    """A home whose edgepipe differs, its child processes too: by default it speaks the protocol's next version."""
-    (folder / "newer").mkdir()
-    (folder / "newer" / "sitecustomize.py").write_text(f"import edgepipe\n{change}\n")
-    return Shell(folder / "new", {"PYTHONPATH": str(folder / "newer")})

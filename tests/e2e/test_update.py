@@ -27,7 +27,7 @@ NEWER = "99.1"
 BOTH = {edgepipe.__version__, NEWER}
 BUILDS = ("hatchling", "editables")  # a checkout is built with them
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # an environment is made, then another version put into it
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,11 @@ def newer(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def machine(request: pytest.FixtureRequest, wheels: Path, tmp_path: Path) -> BareMachine:
     """A machine where that program has installed edgepipe from the folder."""
     machine = BareMachine(tmp_path)
-    machine.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    machine.environment |= {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": wheels.as_uri(),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     if request.param == "uv":
         machine.must("sh", str(ROOT / "scripts" / "install.sh"), "--from", str(wheels), "--extra", "none", "--yes")
     elif request.param == "pipx":
@@ -71,11 +75,11 @@ def install_with_pipx(machine: BareMachine, wheels: Path) -> None:
     if shutil.which("pipx") is None:
         pytest.skip("pipx is not installed")
     machine.give("pipx")
-    machine.environment |= {"PIPX_DEFAULT_BACKEND": "uv", "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(wheels)}
+    machine.environment["PIPX_DEFAULT_BACKEND"] = "uv"
     if machine.run("pipx", "environment", "--value", "PIPX_DEFAULT_BACKEND").returncode != 0:
         pytest.skip("this pipx has no backend but pip, whose first use needs a network")
     (wheel,) = wheels.glob("edgepipe-*.whl")
-    machine.must("pipx", "install", str(wheel))
+    machine.must("pipx", "install", "--pip-args", f"--no-index --find-links {wheels.as_uri()}", str(wheel))
 
 
 def own_member(machine: BareMachine) -> dict[str, Any]:
@@ -134,8 +138,12 @@ def test_a_clone_is_pulled_though_its_version_has_not_changed(how: str, wheels: 
         if not wheel.name.startswith("edgepipe-"):
             (folder / wheel.name).symlink_to(wheel)
     pack_dependencies(folder, of=BUILDS)
-    machine.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    machine.environment |= {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(folder)}
+    machine.environment |= {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": folder.as_uri(),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    machine.environment |= {"UV_NO_INDEX": "1", "UV_FIND_LINKS": folder.as_uri()}
     origin, clone = tmp_path / "origin", machine.home / "edgepipe"
     copy_of_checkout(origin)
     git(machine, origin, "init", "--quiet", "--initial-branch", "main")

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.safe_text import one_line
-from edgepipe.versions import newest
+from edgepipe.versions import are_near, newest
 from edgepipe.wire.engines import EngineState, Quarantined, StageState
 from edgepipe.wire.nodes import AbsentNode, ClusterView, MemberState, ServedModel, Transfer
 
@@ -28,17 +28,18 @@ def page_view(view: ClusterView, *, node_name: str, edgepipe_version: str) -> di
     """Build the view from what the daemon reports."""
     served = [entry for entry in view.served if entry.engine.state != "stopping"][:_MOST_MODELS]
     engines = [entry.engine for entry in served]
+    latest = newest(member.node.edgepipe_version for member in view.members)
     return {
         "node": {"name": _name(node_name), "version": edgepipe_version},
-        "newest": _name(newest(member.node.edgepipe_version for member in view.members)),
-        "machines": [_machine(member, engines) for member in view.members[:MOST_MACHINES]],
+        "newest": _name(latest),
+        "machines": [_machine(member, engines, latest) for member in view.members[:MOST_MACHINES]],
         "absent": [_absent(node) for node in view.absent[:MOST_MACHINES]],
         "models": [_model(entry) for entry in served],
         "loadable": [_name(model) for model in view.loadable[:_MOST_LOADABLE]],
     }
 
 
-def _machine(member: MemberState, engines: list[EngineState]) -> dict[str, Any]:
+def _machine(member: MemberState, engines: list[EngineState], latest: str) -> dict[str, Any]:
     node = member.node
     return {
         "id": _name(node.node_id),
@@ -47,6 +48,7 @@ def _machine(member: MemberState, engines: list[EngineState]) -> dict[str, Any]:
         "state": _name(member.state),
         "rtt_ms": round(member.rtt_ms, 1),
         "version": _name(node.edgepipe_version),
+        "apart": not are_near(node.edgepipe_version, latest),
         "platform": _name(node.platform),
         "leaving": node.leaving,
         "draining": node.draining,

@@ -9,7 +9,7 @@
  * @typedef {{model: string, source: string, bytes_done: number, bytes_total: number, copy: boolean}} Transfer
  *
  * @typedef {{id: string, name: string, self: boolean, state: string, rtt_ms: number, version: string,
- *   platform: string, leaving: boolean, draining: boolean, disk_free_bytes: number, devices: Device[],
+ *   apart: boolean, platform: string, leaving: boolean, draining: boolean, disk_free_bytes: number, devices: Device[],
  *   memory: Memory, transfers: Transfer[]}} Machine
  *
  * @typedef {{id: string, name: string, state: string, since_s: number}} Absent
@@ -29,7 +29,7 @@
  *
  * @typedef {{node: {name: string, version: string}, newest: string, machines: Machine[], absent: Absent[], models: Model[],
  *   loadable: string[]}} View
- * ``newest``: the newest version of edgepipe among the machines.
+ * ``newest``: the newest version of edgepipe among the machines. ``apart``: more than one minor version behind it.
  *
  * @typedef {{id: string, kind: string, model: string, state: string, begun_s: number, ended_s: number, phase: string,
  *   bytes_done: number, bytes_total: number, error: string[]}} Task

@@ -85,7 +85,7 @@ function Card({ machine, newest, peer, state, manages, onChange }) {
     </svg>
     <dl class="facts">
       ${machine.devices.map((device) => html`<dt>Device</dt><dd>${device.name.replace(" (emulated)", "") || "–"} (${device.backend || "no backend"})${device.error ? html`<br />${device.error.what}. ${device.error.next_step}` : null}</dd>`)}
-      <dt>edgepipe</dt><dd>${machine.version || "–"}${behind(machine, newest) ? html`. Another machine has ${newest}: type <code>edgepipe update</code> on ${machine.name}` : null}</dd>
+      <dt>edgepipe</dt><dd>${machine.version || "–"}${behind(machine, newest) ? html`. Another machine has ${newest}: type <code>edgepipe update</code> on ${machine.name}${machine.apart ? ". Only versions at most one minor apart are tested together" : ""}` : null}</dd>
       <dt>System</dt><dd>${machine.platform || "–"}</dd>
       <dt>Free disk</dt><dd>${bytes(machine.disk_free_bytes)}</dd>
       ${peer ? html`<dt>Role</dt><dd>${peer.role}${peer.added_by && peer.added_by !== peer.name ? `, let in by ${peer.added_by}` : ""}</dd>` : null}

@@ -80,7 +80,7 @@ def test_a_clone_is_pulled_before_edgepipe_is_built_from_it(installer: Installer
     built = replace(INSTALLED, installer=installer, source="file:///clone", checkout=clone, has_git=True)
     if installer is Installer.CHECKOUT:
         built = replace(built, place=clone)
-    first, second, *_ = commands(built, released=False)
+    first, second = commands(built, released=False)
     assert first == "git -C /clone pull --ff-only"
     assert "/clone" in second
     unpacked = replace(built, has_git=False)  # an archive, not a clone
