@@ -26,6 +26,7 @@ from edgepipe.backend.types import (
     LogitEdits,
     PackedProducts,
     ScoreRows,
+    SlowPath,
     Step,
     StepOutput,
     TierMove,
@@ -40,8 +41,10 @@ from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.memory_classes import stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
-from edgepipe.weights.resident import WIDE
+from edgepipe.weights.resident import WIDE, keeps_blocks
 from edgepipe_mlx.attention import LayerStep, StepArrays
+from edgepipe_mlx.blocks.checking import block_errors, checked_kernels
+from edgepipe_mlx.blocks.kernels import BlockKernels
 from edgepipe_mlx.device import (
     BLOCK_SIZES,
     check_device,
@@ -98,16 +101,19 @@ class MlxBackend:
     def __init__(self, options: BackendOptions) -> None:
         """Raises BackendUnavailable if the device is missing, ConfigInvalid for unknown options.
 
-        ``options.settings["weights"]``: "auto" keeps packed weights packed, "wide" widens them to the compute dtype.
+        ``options.settings["weights"]``: "auto" keeps packed weights packed, "mlx" in forms of MLX's own kernels only,
+        "wide" widens them to the compute dtype.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
         self._options = options
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
-        self._packed = choose_packing(options.settings.get("weights", "auto"))
+        self._packed, self._own_sizes = choose_packing(options.settings.get("weights", "auto"))
+        self._checked: BlockKernels | SlowPath | None = None  # kernels of K types; None: not checked yet
         self._kv = checked_kv(options.kv)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
+        self._slow_paths: tuple[SlowPath, ...] = ()
         # One list per slice index, with an entry for each layer with a mixer.
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
         self._reads: dict[int, ExpertReads] = {}  # one per slice index
@@ -122,15 +128,23 @@ class MlxBackend:
         self._host: dict[tuple[int, int], tuple[mx.array, ...]] = {}
 
     def profile(self) -> DeviceProfile:
-        """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
+        """Measure the device with two products. The memory size comes from MLX on Metal, else from the system.
+
+        On Metal, checks the own kernels, on which the size of K types depends.
+        """
         configure(self._device)
         found = measure(self._device, self._dtype_name, self._dtype)
-        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=KV_FORMS, keeps_states=True)
+        kind = "mlx" if self._blocks() is None else "mlx-blocks"
+        return replace(found, packing=kind if self._packed else WIDE, kv_forms=KV_FORMS, keeps_states=True)
 
     def kernel_errors(self) -> Iterator[KernelError]:
         """Compare products of packed weights with float64. See ``CheckingBackend``."""
         configure(self._device)
-        return packed_errors(self._weight_types())
+        yield from packed_errors(self._weight_types())
+        if self._blocks() is not None:
+            yield from block_errors(self._dtype)
+        elif isinstance(self._checked, SlowPath):
+            yield KernelError(kernel="products of K types at their own size", reason=self._checked.reason)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -146,11 +160,26 @@ class MlxBackend:
             for part in self._shard.slices
         }
         if self._packed:
-            self._products = _products([info for part in slices for info in weights.weights(part)])
+            infos = [info for part in slices for info in weights.weights(part)]
+            self._products = _products(infos, own=self._blocks() is not None)
+            if isinstance(self._checked, SlowPath) and any(_is_of_blocks(info) for info in infos):
+                self._slow_paths = (self._checked,)
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallback last."""
         return self._products
+
+    def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
+        """Return what the loaded weights lack. See ``ExplainingBackend``."""
+        return self._slow_paths
+
+    def _blocks(self) -> BlockKernels | None:
+        """Return the kernels of K types, once they are checked; None: MLX's own kernels take their place."""
+        if not self._own_sizes or is_cpu(self._device):
+            return None
+        if self._checked is None:
+            self._checked = checked_kernels(self._dtype)
+        return None if isinstance(self._checked, SlowPath) else self._checked
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
@@ -325,7 +354,7 @@ class MlxBackend:
     def close(self) -> None:
         """Release weights, pools and MLX's cached buffers."""
         self._shard = None
-        self._products = ()
+        self._products, self._slow_paths = (), ()
         self._pools, self._host = {}, {}
         self._reads = {}
         self._started = self._waiting = None
@@ -340,6 +369,7 @@ class MlxBackend:
             packed=self._packed,
             in_float32=on_cpu,
             inputs_first=on_cpu and self._dtype == mx.float32,
+            blocks=self._blocks(),
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
@@ -516,11 +546,20 @@ class MlxBackend:
             ) from exc
 
 
-def _products(infos: Sequence[WeightInfo]) -> tuple[PackedProducts, ...]:
-    """Return what multiplies with the weights that have a form."""
+def _is_of_blocks(info: WeightInfo) -> bool:
+    return info.form is not None and keeps_blocks(info.form, info.shape[1])
+
+
+def _products(infos: Sequence[WeightInfo], *, own: bool) -> tuple[PackedProducts, ...]:
+    """Return what multiplies with the weights that have a form. ``own``: own kernels multiply with K types."""
+    found: list[PackedProducts] = []
+    if own and any(_is_of_blocks(info) for info in infos):
+        found.append(PackedProducts(by="own kernels (Metal)"))
+        infos = [info for info in infos if not _is_of_blocks(info)]
     widened = {info.shape[1] for info in infos if info.form is not None and mlx_form(info.form, info.shape[1]) is None}
     kept = any(info.form is not None and info.shape[1] not in widened for info in infos)
-    found = [PackedProducts(by="MLX")] if kept else []
+    if kept:
+        found.append(PackedProducts(by="MLX"))
     if widened:
         reason = f"MLX multiplies no packed weights of {' or '.join(map(str, sorted(widened)))} inputs"
         found.append(PackedProducts(by="MLX (weights widened as they load)", reason=reason))

@@ -51,15 +51,18 @@ def choose_dtype(name: str, device: mx.Device) -> tuple[str, mx.Dtype]:
     return name, _DTYPES[name]
 
 
-def choose_packing(weights: str) -> bool:
-    """Return whether packed weights stay packed, by the setting ``weights``. Raises ConfigInvalid."""
-    if weights not in ("auto", "wide"):
+def choose_packing(weights: str) -> tuple[bool, bool]:
+    """Return whether packed weights stay packed, and whether K types keep their own size, by the setting ``weights``.
+
+    Raises ConfigInvalid.
+    """
+    if weights not in ("auto", "mlx", "wide"):
         raise ConfigInvalid(
             f"the mlx backend cannot keep weights '{weights}'",
-            fact="it knows: auto (packed as in the file), wide (floats)",
+            fact="it knows: auto (packed as in the file), mlx (packed for MLX's own kernels), wide (floats)",
             next_step="use --backend-option weights=auto",
         )
-    return weights == "auto"
+    return weights != "wide", weights == "auto"
 
 
 def is_cpu(device: mx.Device) -> bool:

@@ -5,6 +5,7 @@ T rows, H hidden, E experts, K of them used by each row, O out features, I input
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
 from typing import Protocol
@@ -15,7 +16,7 @@ import numpy as np
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe_mlx.feed_forward import FeedForward, Product
 from edgepipe_mlx.layer_graphs import MOST_ROWS
-from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
+from edgepipe_mlx.matrices import JoiningMatrix, Linear, Matrix, PackedMatrix
 from edgepipe_mlx.packing import MlxWeight
 
 _SORTED_AT = 64
@@ -29,6 +30,8 @@ _FUSED_EXPERTS = 8  # of a token, whose outputs one fused kernel adds: MLX gives
 
 class Stack(Protocol):
     """The matrices [O, I] of E experts, one below the other."""
+
+    sorted_from: int  # products in a step from which it takes rows sorted by expert
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +51,8 @@ class Stack(Protocol):
 
 class WideStack:
     """A stack of floats."""
+
+    sorted_from = _SORTED_AT
 
     def __init__(self, weight: mx.array, *, in_float32: bool) -> None:
         """weight [E, O, I]. ``in_float32``: multiply in float32.
@@ -69,8 +74,35 @@ class WideStack:
         return mx.gather_mm(rows, matrices, rhs_indices=experts, sorted_indices=is_sorted).astype(x.dtype)
 
 
-class PackedStack(PackedMatrix):
+class StackedRows(JoiningMatrix):
     """A packed weight [E * O, I], which is also a stack."""
+
+    sorted_from = _SORTED_AT
+    _count: int  # E
+
+    def joins(self, other: JoiningMatrix) -> bool:
+        """Return whether one kernel can multiply with these matrices and others, of as many rows."""
+        return super().joins(other) and self.out_features == other.out_features
+
+    @abstractmethod
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """See ``Stack``."""
+
+    @abstractmethod
+    def parts_by(self, x: mx.array, experts: mx.array, parts: int, *, is_sorted: bool) -> list[mx.array]:
+        """Return what ``multiply_by`` does in so many parts of equal size."""
+
+    def _places(self, array: mx.array) -> mx.array:
+        """Return an array of all experts as [E, O, n]."""
+        return self._each(array)
+
+    def _each(self, array: mx.array) -> mx.array:
+        """Return an array of all experts as a view [E, O, ...]."""
+        return array.reshape(self._count, -1, array.shape[-1])
+
+
+class PackedStack(StackedRows, PackedMatrix):
+    """A stack that MLX's kernels unpack as they multiply."""
 
     def __init__(self, planes: MlxWeight, *, count: int, dtype: mx.Dtype, in_float32: bool) -> None:
         """``count``: experts. See ``PackedMatrix``."""
@@ -78,20 +110,12 @@ class PackedStack(PackedMatrix):
         self._count = count
         self._row_numbers: dict[tuple[int, ...], mx.array] = {}  # numbers of few rows, by their leading dimensions
 
-    def joins(self, other: PackedMatrix) -> bool:
-        """Return whether one kernel can multiply with these matrices and others, of as many rows."""
-        return super().joins(other) and self.out_features == other.out_features
-
-    def _places(self, array: mx.array) -> mx.array:
-        """Return an array of all experts as [E, O, n]."""
-        return self._each(array)
-
     def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """See ``Stack``."""
         return self._leaving(self._product_by(x, experts, is_sorted=is_sorted))
 
     def parts_by(self, x: mx.array, experts: mx.array, parts: int, *, is_sorted: bool) -> list[mx.array]:
-        """Return what ``multiply_by`` does in so many parts of equal size."""
+        """See ``StackedRows``."""
         products = mx.split(self._product_by(x, experts, is_sorted=is_sorted), parts, axis=-1)
         return [self._leaving(product) for product in products]
 
@@ -117,10 +141,6 @@ class PackedStack(PackedMatrix):
             self._row_numbers[shape] = mx.array(np.arange(prod(shape), dtype=np.uint32).reshape(shape))
         return self._row_numbers[shape]
 
-    def _each(self, array: mx.array) -> mx.array:
-        """Return an array of all experts as a view [E, O, ...]."""
-        return array.reshape(self._count, -1, array.shape[-1])
-
 
 class ExpertLinear:
     """The projections of all experts: a stack, and biases [E, O]."""
@@ -141,10 +161,11 @@ class JoinedExperts:
         """Evaluates a joined stack."""
         self._biases = [part.bias for part in parts]
         self._stacks: Sequence[Stack] = [part.stack for part in parts]
-        self._joined: PackedStack | None = None
-        packed = [stack for stack in self._stacks if isinstance(stack, PackedStack)]
+        self._joined: StackedRows | None = None
+        packed = [stack for stack in self._stacks if isinstance(stack, StackedRows)]
+        self.sorted_from = min(stack.sorted_from for stack in self._stacks)
         if len(packed) == len(parts) > 1 and all(packed[0].joins(other) for other in packed[1:]):
-            self._joined, self._stacks = PackedStack.joined(packed), ()
+            self._joined, self._stacks = type(packed[0]).joined(packed), ()
 
     def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> list[mx.array]:
         """Return each part's product [..., 1, O]. See ``Stack``."""
@@ -210,6 +231,7 @@ class Mixture:
         self._down = down
         self._activation = activation
         self._around = around
+        self._sorted_from = min(gate_up.sorted_from, down.stack.sorted_from)
         self.chosen: mx.array | None = None  # [T, K] uint32: experts of the last call's rows, until they are counted
 
     def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
@@ -221,7 +243,7 @@ class Mixture:
         self.chosen = chosen
         if self._around is not None:
             x = self._around[0].multiply(x)
-        if chosen.size < _SORTED_AT:
+        if chosen.size < self._sorted_from:
             outputs = self._experts(x[:, None, None], chosen, is_sorted=False)  # [T, K, 1, H]
         else:
             experts = chosen.flatten()

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
+from edgepipe_mlx.matrices import JoiningMatrix, Linear, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,22 @@ class JoinedLinear:
         merged = together if self.is_together else 1
         self._runs = [_run(run, merged if index == 0 else 1) for index, run in enumerate(runs)]
 
-    def multiply(self, x: mx.array) -> list[mx.array]:
-        """Return the parts' products [..., O] of x [..., I]."""
+    def multiply(self, x: mx.array, *, in_float32: bool = False) -> list[mx.array]:
+        """Return the parts' products [..., O] of x [..., I].
+
+        in_float32  without rounding them to the compute dtype before
+        """
         found: list[mx.array] = []
         for run in self._runs:
             matrix = run.matrix
+            multiply = matrix.logits if in_float32 else matrix.multiply
             if len(run.sizes) == 1:
-                products = [matrix.multiply(x)]
-            elif self._activated:
-                assert isinstance(matrix, PackedMatrix)
+                products = [multiply(x)]
+            elif self._activated and not in_float32:
+                assert isinstance(matrix, JoiningMatrix)
                 products = matrix.multiply_parts(x, run.sizes)
             else:
-                products = mx.split(matrix.multiply(x), list(accumulate(run.sizes))[:-1], axis=-1)
+                products = mx.split(multiply(x), list(accumulate(run.sizes))[:-1], axis=-1)
             pairs = zip(products, run.biases, strict=True)
             found += [product if bias is None else product + bias for product, bias in pairs]
         return found
@@ -55,7 +59,7 @@ class JoinedLinear:
 
 def _joins(before: Linear, after: Linear) -> bool:
     first, second = before.matrix, after.matrix
-    return isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix) and first.joins(second)
+    return isinstance(first, JoiningMatrix) and isinstance(second, JoiningMatrix) and first.joins(second)
 
 
 def _run(parts: Sequence[Linear], together: int) -> _Run:
@@ -63,11 +67,11 @@ def _run(parts: Sequence[Linear], together: int) -> _Run:
     matrices = [part.matrix for part in parts]
     if len(parts) == 1:
         return _Run(matrices[0], [0], [parts[0].bias])
-    packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+    packed = [matrix for matrix in matrices if isinstance(matrix, JoiningMatrix)]
     sizes, biases = [matrix.out_features for matrix in packed], [part.bias for part in parts]
     sizes = [sum(sizes[:together]), *sizes[together:]]
     biases = [_joined_bias(biases[:together]), *biases[together:]]
-    return _Run(PackedMatrix.joined(packed), sizes, biases)
+    return _Run(type(packed[0]).joined(packed), sizes, biases)
 
 
 def _joined_bias(biases: Sequence[mx.array | None]) -> mx.array | None:

@@ -73,7 +73,7 @@ class LatentAttention:
         queries, keys, latent = entered
         return [step.attend(queries, keys, latent, None)]
 
-    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+    def leave(self, mixed: Arrays) -> mx.array:
         """Return the product [T, H] of what ``mix`` returned."""
         return self._output.multiply(self._heads.outputs(mixed[0].squeeze(2)))
 

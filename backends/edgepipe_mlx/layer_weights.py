@@ -8,12 +8,12 @@ import mlx.core as mx
 
 from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.spec import layer_spec
-from edgepipe_mlx.experts import ExpertLinear, JoinedExperts, PackedStack, WideStack
+from edgepipe_mlx.experts import ExpertLinear, JoinedExperts, StackedRows, WideStack
 from edgepipe_mlx.joined import JoinedLinear
-from edgepipe_mlx.matrices import Linear, PackedMatrix, WideMatrix
+from edgepipe_mlx.matrices import JoiningMatrix, Linear, WideMatrix
 
-Weight = WideMatrix | PackedMatrix | WideStack
-"""Vectors are wide. Matrices of experts are a WideStack or a PackedStack."""
+Weight = WideMatrix | JoiningMatrix | WideStack
+"""Vectors are wide. Matrices of experts are a WideStack or a StackedRows."""
 
 
 def norm_of(spec: layer_spec.Norm) -> Callable[[mx.array, mx.array], mx.array]:
@@ -67,7 +67,7 @@ class LayerWeights:
         """Return a norm."""
         return Norm(self.vector(f"{module}.weight"), self._norm)
 
-    def matrix(self, name: str) -> WideMatrix | PackedMatrix:
+    def matrix(self, name: str) -> WideMatrix | JoiningMatrix:
         """Return a matrix."""
         weight = self._weights[name]
         assert not isinstance(weight, WideStack)
@@ -97,7 +97,7 @@ class LayerWeights:
     def experts(self, module: str, count: int) -> ExpertLinear:
         """Return the projections of ``count`` experts, with biases if the layer has them."""
         stack, bias = self._weights[f"{module}.weight"], self.bias(module)
-        assert isinstance(stack, WideStack | PackedStack)
+        assert isinstance(stack, WideStack | StackedRows)
         return ExpertLinear(stack, None if bias is None else bias.reshape(count, -1))
 
     def bias(self, module: str) -> mx.array | None:

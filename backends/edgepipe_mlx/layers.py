@@ -74,7 +74,7 @@ class SelfAttention:
         attended = step.attend(queries, keys, values, self._sinks).reshape(-1, self._spec.query_width)
         return [attended, *gates]
 
-    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
+    def leave(self, mixed: Arrays) -> mx.array:
         """Return the product [T, H] of what ``mix`` returned."""
         attended, *gates = mixed
         return self._output.multiply(attended * mx.sigmoid(gates[0]) if gates else attended)
@@ -96,8 +96,8 @@ class LayerMixer(Protocol):
         """Return what the state meets, of x [T, H]."""
         ...
 
-    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
-        """Return the output [T, H] in a type, of what the state made of it."""
+    def leave(self, mixed: Arrays) -> mx.array:
+        """Return the output [T, H], of what the state made of it."""
         ...
 
 
@@ -158,11 +158,11 @@ class LayerParts:
             normed, *mixed_rows = mixed
             assert self.mixer is not None
             assert self.feed_forward is not None
-            added = self.mixer.leave(mixed_rows, hidden.dtype)
+            added = self.mixer.leave(mixed_rows)
             hidden = self._sum(hidden, added + self.feed_forward.rows(normed))
         else:
             if self.mixer is not None:
-                hidden = self._sum(hidden, _normed(self.mixer.leave(mixed, hidden.dtype), self.attended_norm))
+                hidden = self._sum(hidden, _normed(self.mixer.leave(mixed), self.attended_norm))
             if self.feed_forward is not None:
                 added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
                 hidden = self._sum(hidden, _normed(added, self.added_norm))
@@ -218,7 +218,7 @@ class DecoderLayer:
         if isinstance(step, StateStep):
             assert isinstance(mixer, RecurrentMixer)
             assert self._advance is not None
-            return [mixer.mix(entered[0], step, self._advance)]
+            return [mixer.mix(entered, step, self._advance)]
         assert isinstance(step, LayerStep)
         assert isinstance(mixer, SelfAttention | LatentAttention)
         return mixer.mix(entered, step)

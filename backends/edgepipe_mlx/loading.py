@@ -27,11 +27,15 @@ from edgepipe.spec.layout import (
     weight_shape,
 )
 from edgepipe.spec.tensors import WeightInfo, WeightSource
+from edgepipe.weights.resident import keeps_blocks
 from edgepipe.weights.stored_weight import StoredWeight, stored_weights
+from edgepipe_mlx.blocks.kernels import BlockKernels
+from edgepipe_mlx.blocks.layout import lay_out_blocks
+from edgepipe_mlx.blocks.matrix import BlockMatrix, BlockStack
 from edgepipe_mlx.experts import PackedStack, WideStack
 from edgepipe_mlx.layer_weights import LayerWeights, Norm, Weight, norm_of
 from edgepipe_mlx.layers import DecoderLayer, build_layer
-from edgepipe_mlx.matrices import Matrix, PackedMatrix, WideMatrix
+from edgepipe_mlx.matrices import JoiningMatrix, Matrix, PackedMatrix, WideMatrix
 from edgepipe_mlx.mtp import MtpLayer
 from edgepipe_mlx.packing import MlxForm, lay_out, mlx_form
 
@@ -70,6 +74,7 @@ class WeightTypes:
     packed: bool  # keep packed weights packed; else all weights are floats
     in_float32: bool  # packed products and products by experts; see PackedMatrix, WideStack
     inputs_first: bool  # memory layout of matrices of floats; see ``_floats``
+    blocks: BlockKernels | None = None  # keep K types at their own size, with these kernels
 
 
 def load_shard(
@@ -126,6 +131,8 @@ def _load(config: ModelConfig, weight: StoredWeight, types: WeightTypes) -> Weig
     info = weight.info
     count = _num_experts(config, info) if len(info.shape) == 2 else 0
     packable = types.packed and not is_exact(info.name) and not is_of_heads(info.name)
+    if packable and types.blocks is not None and info.form is not None and keeps_blocks(info.form, info.shape[1]):
+        return _in_blocks(weight, types, types.blocks, count=count)
     form = mlx_form(info.form, info.shape[1]) if packable and info.form is not None else None
     if form is not None:
         return _packed(weight, form, types, count=count)
@@ -133,7 +140,15 @@ def _load(config: ModelConfig, weight: StoredWeight, types: WeightTypes) -> Weig
     return WideStack(floats, in_float32=types.in_float32) if count else WideMatrix(floats)
 
 
-def _packed(weight: StoredWeight, form: MlxForm, types: WeightTypes, *, count: int) -> PackedMatrix:
+def _in_blocks(weight: StoredWeight, types: WeightTypes, kernels: BlockKernels, *, count: int) -> JoiningMatrix:
+    """Read one weight of a K type at its own size; ``count`` as for ``_packed``."""
+    planes = lay_out_blocks(weight.read_packed())
+    if count:
+        return BlockStack(planes, count=count, dtype=types.dtype, in_float32=types.in_float32, kernels=kernels)
+    return BlockMatrix(planes, dtype=types.dtype, in_float32=types.in_float32, kernels=kernels)
+
+
+def _packed(weight: StoredWeight, form: MlxForm, types: WeightTypes, *, count: int) -> JoiningMatrix:
     """Read one weight in MLX's layout. The packed form is freed before MLX copies the planes.
 
     ``count``: experts whose matrices the weight holds; 0: it is one matrix.

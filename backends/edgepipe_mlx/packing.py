@@ -130,7 +130,7 @@ def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> MlxWeight:
     words = np.empty((rows, inputs * form.bits // 32), np.uint32)
     kinds = (_BF16, _FLOAT16) if narrow else (_FLOAT32,)
     choices = [_GroupValues(kind, (rows, inputs // form.group)) for kind in kinds]
-    for chunk in _row_chunks(packed.shape):
+    for chunk in row_chunks(packed.shape):
         words[chunk], scale, bias = _grouped(packed.rows(chunk), form, narrow=narrow)
         for choice in choices:
             choice.put(chunk, np.stack([scale, bias]))
@@ -150,7 +150,8 @@ def pack_bits(codes: Codes, bits: int) -> Words:
     return np.ascontiguousarray(used).reshape(codes.shape[0], -1).view(np.uint32)
 
 
-def _row_chunks(shape: tuple[int, int]) -> Iterator[slice]:
+def row_chunks(shape: tuple[int, int]) -> Iterator[slice]:
+    """Yield the rows [O, I] in pieces of which a byte for each value is little memory."""
     rows, inputs = shape
     step = max(1, _CHUNK_VALUES // inputs)
     return (slice(start, start + step) for start in range(0, rows, step))

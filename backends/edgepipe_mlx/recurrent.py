@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
-from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,11 +50,13 @@ class Convolution:
 class RecurrentMixer:
     """The way of a step's rows through a mixer's two forms, and its products before and behind."""
 
-    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
-        """Return the products [T, F] float32 of x [T, H]."""
-        return [self._input(x).astype(mx.float32)]
+    _num_products = 1
 
-    def mix(self, made: mx.array, step: StateStep, advance: Advance) -> mx.array:
+    def enter(self, x: mx.array, *positions: mx.array) -> list[mx.array]:
+        """Return products [T, F] float32 of x [T, H]."""
+        return self._input(x)
+
+    def mix(self, made: Arrays, step: StateStep, advance: Advance) -> mx.array:
         """Mix what entered with states, and keep those that the rows name. Returns [T, W].
 
         advance  computes as ``self.advance`` does
@@ -63,56 +64,57 @@ class RecurrentMixer:
         where = step.step
         if not where.long:
             return self._singles(made, step, advance)
-        out = mx.zeros((made.shape[0], self._width()), mx.float32)
+        out = mx.zeros((made[0].shape[0], self._width()), mx.float32)
         if where.rows is not None:
-            out[where.rows] = self._singles(made[where.rows], step, advance)
+            out[where.rows] = self._singles([each[where.rows] for each in made], step, advance)
         for row in where.long:
-            out[row.first : row.first + row.count] = self._long(made[row.first : row.first + row.count], row, step)
+            own = slice(row.first, row.first + row.count)
+            out[own] = self._long([each[own] for each in made], row, step)
         return out
 
-    def leave(self, mixed: Arrays, dtype: mx.Dtype) -> mx.array:
-        """Return the product [T, H] of what was mixed, in a type."""
-        return self._output(mixed[0].astype(dtype))
+    def leave(self, mixed: Arrays) -> mx.array:
+        """Return the product [T, H] of what was mixed."""
+        return self._output(mixed[0])
 
-    def advance(self, made: mx.array, *state: mx.array) -> list[mx.array]:
-        """Compute one token of N sequences with states [N, ...]. Returns [N, W], and the new states."""
-        out, after = self._step(made, state)
+    def advance(self, *given: mx.array) -> list[mx.array]:
+        """Compute one token of N sequences, of products [N, F] and states [N, ...]. Returns [N, W], and new states."""
+        out, after = self._step(given[: self._num_products], given[self._num_products :])
         return [out, *after]
 
-    def _singles(self, made: mx.array, step: StateStep, advance: Advance) -> mx.array:
-        out, *after = advance(made, *step.pool.read(step.step.read))
+    def _singles(self, made: Arrays, step: StateStep, advance: Advance) -> mx.array:
+        out, *after = advance(*made, *step.pool.read(step.step.read))
         step.keep(step.step.write, tuple(after), own=True)
         return out
 
-    def _long(self, made: mx.array, row: LongRow, step: StateStep) -> mx.array:
+    def _long(self, made: Arrays, row: LongRow, step: StateStep) -> mx.array:
         slot = step.step.zeros if row.state.read is None else row.state.read
         state = tuple(each[0] for each in step.pool.read([slot]))
         parts: list[mx.array] = []
         start = 0
         for write in row.state.writes:
-            out, state = self._whole(made[start : write.after], state)
+            out, state = self._whole([each[start : write.after] for each in made], state)
             parts.append(out)
             step.keep([write.slot], tuple(each[None] for each in state))
             start = write.after
         return mx.concatenate(parts)
 
-    def _input(self, x: mx.array) -> mx.array:
-        """Return the products [T, F] of the layer's input."""
+    def _input(self, x: mx.array) -> list[mx.array]:
+        """Return products [T, F] float32 of the layer's input, ``_num_products`` of them."""
         raise NotImplementedError
 
     def _output(self, x: mx.array) -> mx.array:
-        """Return the product [T, H] of what was mixed [T, W]."""
+        """Return the product [T, H] in the compute dtype, of what was mixed [T, W] float32."""
         raise NotImplementedError
 
     def _width(self) -> int:
         """Return W."""
         raise NotImplementedError
 
-    def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _step(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         """Compute one token of N sequences with states [N, ...]."""
         raise NotImplementedError
 
-    def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _whole(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         """Compute L tokens of a sequence behind a state."""
         raise NotImplementedError
 
@@ -135,10 +137,11 @@ def _times_silu(x: mx.array, z: mx.array) -> mx.array:
 class DeltaNetMixer(RecurrentMixer):
     """See ``DeltaNet``."""
 
+    _num_products = 4  # channels, gates, beta, alpha
+
     def __init__(self, spec: DeltaNet, weights: LayerWeights) -> None:
         self._spec = spec
-        names = ("qkv", "z", "b", "a")
-        self._inputs = weights.joined([f"linear_attn.in_proj_{name}" for name in names], together=len(names))
+        self._inputs = weights.joined([f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")])
         self._out = weights.linear("linear_attn.out_proj")
         self._convolution = Convolution(weights, "linear_attn.conv1d")
         self._dt_bias = weights.vector("linear_attn.dt_bias")
@@ -155,20 +158,14 @@ class DeltaNetMixer(RecurrentMixer):
         self._shared_axis = 1 if spec.tiled else 2
         mx.eval(self._rates, self._lengths, self._key_head)  # compiled steps would compute them each time
 
-    def _input(self, x: mx.array) -> mx.array:
-        products = self._inputs.multiply(x)
-        return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
+    def _input(self, x: mx.array) -> list[mx.array]:
+        return self._inputs.multiply(x, in_float32=True)
 
     def _output(self, x: mx.array) -> mx.array:
         return self._out.multiply(x)
 
     def _width(self) -> int:
         return self._spec.value_heads * self._spec.value_dim
-
-    def _parts(self, made: mx.array) -> list[mx.array]:
-        spec = self._spec
-        ends = list(accumulate([spec.channels, self._width(), spec.value_heads]))
-        return list(mx.split(made, ends, axis=-1))
 
     def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array]:
         """Return queries and keys [T, 2, Hk, K], normalised, and values [T, H, V] of convolved channels [T, C]."""
@@ -191,9 +188,9 @@ class DeltaNetMixer(RecurrentMixer):
         normed = mx.fast.rms_norm(out, self._norm, self._eps)
         return _times_silu(normed.reshape(z.shape), z)
 
-    def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _step(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         last, memory = state
-        channels, z, beta, alpha = self._parts(made)
+        channels, z, beta, alpha = made
         mixed, last = self._convolution.step(last, channels)
         both, values = self._heads(nn.silu(mixed))
         queries, keys = (mx.expand_dims(both[:, index], self._shared_axis) for index in (0, 1))  # [N, a, b, K]
@@ -206,9 +203,9 @@ class DeltaNetMixer(RecurrentMixer):
         out = (queries[..., None, :] @ memories).reshape(-1, *memory.shape[1:2], values.shape[-1])
         return self._gated(out, z), (last, memories.reshape(memory.shape))
 
-    def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _whole(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         last, memory = state
-        channels, z, beta, alpha = self._parts(made)
+        channels, z, beta, alpha = made
         mixed, last = self._convolution.whole(last, channels)
         both, values = self._heads(nn.silu(mixed))
         keys = mx.take(both, self._key_head, axis=2)
@@ -233,8 +230,8 @@ class Mamba2Mixer(RecurrentMixer):
         self._group = mx.arange(spec.heads) // (spec.heads // spec.groups)
         mx.eval(self._rates, self._group)  # compiled steps would compute them each time
 
-    def _input(self, x: mx.array) -> mx.array:
-        return self._in.multiply(x)
+    def _input(self, x: mx.array) -> list[mx.array]:
+        return [self._in.float32(x)]
 
     def _output(self, x: mx.array) -> mx.array:
         return self._out.multiply(x)
@@ -260,9 +257,9 @@ class Mamba2Mixer(RecurrentMixer):
         gated = _times_silu(out.reshape(z.shape), z).reshape(z.shape[0], self._spec.groups, -1)
         return mx.fast.rms_norm(gated, None, self._eps).reshape(z.shape) * self._norm
 
-    def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _step(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         last, memory = state
-        z, channels, dt = self._parts(made)
+        z, channels, dt = self._parts(made[0])
         mixed, last = self._convolution.step(last, channels)
         x, into, out_of = self._heads(nn.silu(mixed))
         dt = self._steps(dt)
@@ -271,9 +268,9 @@ class Mamba2Mixer(RecurrentMixer):
         out = (memory @ out_of[..., None]).squeeze(-1) + x * self._skips[:, None]
         return self._gated(out, z), (last, memory)
 
-    def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
+    def _whole(self, made: Arrays, state: State) -> tuple[mx.array, State]:
         last, memory = state
-        z, channels, dt = self._parts(made)
+        z, channels, dt = self._parts(made[0])
         mixed, last = self._convolution.whole(last, channels)
         x, into, out_of = (each.swapaxes(0, 1) for each in self._heads(nn.silu(mixed)))
         dt = self._steps(dt).T
@@ -289,8 +286,8 @@ class ShortConvMixer(RecurrentMixer):
         self._in, self._out = weights.linear("conv.in_proj"), weights.linear("conv.out_proj")
         self._convolution = Convolution(weights, "conv.conv")
 
-    def _input(self, x: mx.array) -> mx.array:
-        return self._in.multiply(x)
+    def _input(self, x: mx.array) -> list[mx.array]:
+        return [self._in.float32(x)]
 
     def _output(self, x: mx.array) -> mx.array:
         return self._out.multiply(x)
@@ -298,13 +295,13 @@ class ShortConvMixer(RecurrentMixer):
     def _width(self) -> int:
         return self._channels
 
-    def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
-        into, out_of, x = mx.split(made, 3, axis=-1)
+    def _step(self, made: Arrays, state: State) -> tuple[mx.array, State]:
+        into, out_of, x = mx.split(made[0], 3, axis=-1)
         mixed, last = self._convolution.step(state[0], into * x)
         return out_of * mixed, (last,)
 
-    def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
-        into, out_of, x = mx.split(made, 3, axis=-1)
+    def _whole(self, made: Arrays, state: State) -> tuple[mx.array, State]:
+        into, out_of, x = mx.split(made[0], 3, axis=-1)
         mixed, last = self._convolution.whole(state[0], into * x)
         return out_of * mixed, (last,)
 

@@ -37,6 +37,8 @@ _STATE_FLOPS = 8  # operations per value and token: it decays, is read twice, an
 # Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.weights.resident``). Others
 # multiply packed weights at any size.
 _WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64}
+# No Mac has timed the kernels of K types, so steps count the bytes of the forms that take their place. Memory is exact.
+_TIMED_AS = {"mlx-blocks": "mlx"}
 
 
 class StepWork(NamedTuple):
@@ -135,7 +137,7 @@ class CostModel:
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
         kind, percent = split_kind(kind)
-        read_kind = device.reads_as if kind == "emulated" and device.reads_as else kind
+        read_kind = device.reads_as if kind == "emulated" and device.reads_as else _TIMED_AS.get(kind, kind)
         self._read = resident_sizes(config, weights, kind=with_ram_percent(read_kind, percent), dtype=dtype)
         self._widened = resident_sizes(config, weights, kind=with_ram_percent(WIDE, percent), dtype=dtype)
         self._widens_above = _WIDENS_ABOVE_ROWS.get(read_kind)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from edgepipe_mlx import MlxBackend, backend
 from edgepipe_mlx.backend import StepTicket
+from edgepipe_mlx.blocks.kernels import MetalKernels
 
-from edgepipe.backend.types import BackendOptions
+from edgepipe.backend.types import BackendOptions, SlowPath
 
 _VIEWS = {
     *("Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"),
@@ -21,6 +23,9 @@ _VIEWS = {
 }
 """Primitives that launch nothing on Metal. A reshape of rows that do not adjoin would copy; it is not seen here."""
 _NODE = re.compile(r"{ (\d+) \[label =\"(\w+)\", shape=rectangle\]; }")
+
+
+_NOTHING = SlowPath(what="", cost="", reason="")
 
 
 class CountedBackend(MlxBackend):
@@ -33,9 +38,20 @@ class CountedBackend(MlxBackend):
         self._started = ticket
 
 
+def _metal_kernel(**_given: Any) -> Callable[..., list[mx.array]]:
+    """Stand in for a kernel of our own: one operation, which depends on all inputs. Views give it its type."""
+
+    def run(*, inputs: Sequence[mx.array], output_shapes: Any, output_dtypes: Any, **_named: Any) -> list[mx.array]:
+        first = inputs[0].reshape(-1)[: mx.float32.size].view(output_dtypes[0])[:1]
+        rows = mx.broadcast_to(mx.depends([first], list(inputs[1:]))[0], output_shapes[0])
+        return [mx.cumprod(rows, axis=-1)]
+
+    return run
+
+
 @contextmanager
-def counted_backend(options: BackendOptions) -> Iterator[CountedBackend]:
-    """Yield a backend that keeps weights as on Metal.
+def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[CountedBackend]:
+    """Yield a backend that keeps weights as on Metal. ``own``: with own kernels of K types.
 
     On a CPU, MLX computes norms, rotations and attention by many operations. Here one stands for each, which nothing
     else uses, and which MLX fuses with no other, as on Metal.
@@ -46,6 +62,8 @@ def counted_backend(options: BackendOptions) -> Iterator[CountedBackend]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "is_cpu", lambda _device: False)
+        patch.setattr(mx.fast, "metal_kernel", _metal_kernel)
+        patch.setattr(backend, "checked_kernels", lambda _dtype: MetalKernels() if own else _NOTHING)
         patch.setattr(mx.fast, "rms_norm", stands(mx.sort))
         patch.setattr(mx.fast, "rope", stands(mx.cumsum))
         patch.setattr(mx.fast, "scaled_dot_product_attention", stands(mx.cummax))

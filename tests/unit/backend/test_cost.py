@@ -9,6 +9,7 @@ from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.spec.layout import slice_parameters
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,17 @@ def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelUnknown) as caught:
         named_shape("gpt-9")
     assert all(name in caught.value.fact for name in shape_names())
+
+
+def test_kernels_that_no_device_has_timed_promise_no_speed() -> None:
+    config, weights = named_model("llama-3.1-8b:q4_k_m")
+    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    own, other = (
+        CostModel(config, named_device("m4max"), weights=weights, kind=kind, dtype="bfloat16")
+        for kind in ("mlx-blocks", "mlx")
+    )
+    assert own.slice_cost(whole[0]).read_s == other.slice_cost(whole[0]).read_s
+    assert own.weight_bytes(whole) < 0.9 * other.weight_bytes(whole)
 
 
 def test_a_quarter_of_a_32b_model_takes_a_quarter_of_its_weights_to_read_on_each_of_four_gpus() -> None:

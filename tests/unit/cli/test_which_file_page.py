@@ -12,7 +12,7 @@ from edgepipe.weights.resident import resident_sizes
 
 PAGE = Path(__file__).parents[3] / "docs" / "which-file.md"
 MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen3-32b", "llama-3.3-70b")
-KINDS = ("torch-cuda", "torch-cpu", "mlx")
+KINDS = ("torch-cuda", "torch-cpu", "mlx-blocks", "mlx")
 LARGEST = 120
 
 

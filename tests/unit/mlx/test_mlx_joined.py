@@ -152,8 +152,8 @@ def test_compiled_steps_give_the_logits_of_others(monkeypatch: pytest.MonkeyPatc
     traced: list[int] = []
     original = mixers.ShortConvMixer._step
 
-    def step(self: object, made: mx.array, state: tuple[mx.array, ...]) -> object:
-        traced.append(made.shape[0])
+    def step(self: object, made: tuple[mx.array, ...], state: tuple[mx.array, ...]) -> object:
+        traced.append(made[0].shape[0])
         return original(self, made, state)  # type: ignore[arg-type]  # it is the mixer
 
     monkeypatch.setattr(mixers.ShortConvMixer, "_step", step)

@@ -98,7 +98,7 @@ def test_models_of_16_bits_are_planned_as_before(
 
 @given(
     name=names,
-    packing=st.sampled_from(("", "torch-cpu", "torch-cuda", "mlx", "emulated", "of a later version")),
+    packing=st.sampled_from(("", "torch-cpu", "torch-cuda", "mlx", "mlx-blocks", "emulated", "of a later version")),
     value_bytes=st.sampled_from((2, 4)),
     start=st.integers(0, 22),
     kv_tokens=st.integers(0, 10_000),

@@ -29,7 +29,7 @@ from edgepipe.weights.mixes import mix_names, mix_table, mix_weights, named_mode
 from edgepipe.weights.resident import WIDE, resident_sizes, slice_bytes, weight_bytes
 from edgepipe.weights.weight_table import FLOATS, WeightTable, make_table, table_from_json, table_of
 
-KINDS = (WIDE, "torch-cpu", "torch-cuda", "mlx", "emulated")
+KINDS = (WIDE, "torch-cpu", "torch-cuda", "mlx", "mlx-blocks", "emulated")
 GB = 1e9
 Q4, Q8 = PackedForm(bits=4, group=32, offset="zero"), PackedForm(bits=8, group=32, offset="zero")
 

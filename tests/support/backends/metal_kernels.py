@@ -1,0 +1,171 @@
+"""Metal kernels compiled for this machine's CPU by g++: the same source, run threadgroup by threadgroup.
+
+``HostKernels.make`` stands in for ``mx.fast.metal_kernel``: it writes the function around a source as MLX does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from edgepipe_mlx.blocks.kernels import TILES
+from edgepipe_torch.layers.compiled_code import CodeCache
+
+COMPILER = shutil.which("g++")
+_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
+_KEPT = Path("~/.cache/edgepipe-test-kernels").expanduser()
+_CONSTANT = 8  # MLX gives smaller inputs in the constant address space
+_MOST_THREADS = 1024  # of a threadgroup
+_GUARD = 1 << 16  # bytes around each array; floats of them are no numbers
+_FILL = 0xFF
+_TYPES = {
+    mx.uint8: "uint8_t",
+    mx.int8: "int8_t",
+    mx.uint32: "uint32_t",
+    mx.float16: "half",
+    mx.bfloat16: "bfloat16_t",
+    mx.float32: "float",
+}
+
+_LAUNCH = """
+extern "C" int launch_{symbol}(const uint *sizes, void **given) {{
+    const uint3 grid = {{sizes[0], sizes[1], sizes[2]}}, size = {{sizes[3], sizes[4], sizes[5]}};
+    const uint3 groups = host::groups_of(grid, size);
+    return host::launch(groups.x * groups.y * groups.z, size.x * size.y * size.z, 0, [=] {{
+        const uint3 at = host::place_in_grid(groups, size);
+        if (at.x < grid.x && at.y < grid.y && at.z < grid.z) kernel<{constants}>({arguments}at);
+    }});
+}}
+"""
+
+Template = Sequence[tuple[str, int]]
+
+
+class HostKernels:
+    """Compiles kernels and runs them."""
+
+    def __init__(self, folder: Path, change: Callable[[str], str] = lambda text: text) -> None:
+        """
+        folder  of libraries
+        change  applied to headers and sources
+        """
+        self._folder = folder
+        self._change = change
+        self._known: dict[str, Any] = {}
+        self.launches = 0
+
+    def make(
+        self, *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+    ) -> Callable[..., list[mx.array]]:
+        """See ``mx.fast.metal_kernel``."""
+        header, source = self._change(header), self._change(source)
+
+        def run(
+            *,
+            inputs: Sequence[mx.array],
+            template: Template,
+            grid: tuple[int, int, int],
+            threadgroup: tuple[int, int, int],
+            output_shapes: Sequence[tuple[int, ...]],
+            output_dtypes: Sequence[mx.Dtype],
+        ) -> list[mx.array]:
+            self.launches += 1
+            assert np.prod(threadgroup) <= _MOST_THREADS
+            given: list[_Guarded] = []
+            parameters: list[str] = []
+            for own, array in zip(input_names, inputs, strict=True):
+                space = "constant" if array.size < _CONSTANT else "device"
+                parameters.append(f"const {space} {_TYPES[array.dtype]} *{own}")
+                given.append(_Guarded(_as_numpy(array)))
+                if f"{own}_shape" in source:
+                    parameters.append(f"const constant int *{own}_shape")
+                    given.append(_Guarded(np.array(array.shape, np.int32)))
+            for own, shape, dtype in zip(output_names, output_shapes, output_dtypes, strict=True):
+                parameters.append(f"device {_TYPES[dtype]} *{own}")
+                given.append(_Guarded(np.full((*shape[:-1], shape[-1] * dtype.size), _FILL, np.uint8)))
+            library = self._library(_text(header, source, template, parameters))
+            addresses = (ctypes.c_void_p * len(given))(*[each.array.ctypes.data for each in given])
+            if getattr(library, f"launch_{_symbol(template)}")((ctypes.c_uint * 6)(*grid, *threadgroup), addresses):
+                raise RuntimeError(f"threads of {name} diverge")
+            if not all(each.is_whole() for each in given):
+                raise RuntimeError(f"{name} writes beside its arrays")
+            results = zip(given[-len(output_names) :], output_dtypes, strict=True)
+            return [mx.array(each.array).view(dtype) for each, dtype in results]
+
+        return run
+
+    def _library(self, text: str) -> Any:
+        if text not in self._known:
+            code = CodeCache(_KEPT, f"{_version()} {_FLAGS}", suffix=".so")
+            file = self._folder / f"metal_{len(self._known)}.cpp"
+            library = file.with_suffix(".so")
+            library.write_bytes(code.get(text, partial(_compile, file)))
+            self._known[text] = ctypes.CDLL(str(library))
+        return self._known[text]
+
+
+class _Guarded:
+    """An array with bytes around it that a kernel must not write."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._bytes = np.full(values.nbytes + 2 * _GUARD, _FILL, np.uint8)
+        self.array = self._bytes[_GUARD : _GUARD + values.nbytes].view(values.dtype).reshape(values.shape)
+        self.array[...] = values
+
+    def is_whole(self) -> bool:
+        """Return whether the bytes around are as they were."""
+        return bool((self._bytes[:_GUARD] == _FILL).all() and (self._bytes[-_GUARD:] == _FILL).all())
+
+
+@cache
+def _version() -> str:
+    assert COMPILER is not None
+    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _text(header: str, source: str, template: Template, parameters: Sequence[str]) -> str:
+    """Return C++ with the kernel, and a function to launch it with each size of tiles."""
+    folder = Path(__file__).parent
+    shim = "\n".join((folder / name).read_text(encoding="utf-8") for name in ("cuda_on_host.hpp", "metal_on_host.hpp"))
+    types = ", ".join(f"int {name}" for name, _ in template)
+    declared = ", ".join([*parameters, "uint3 thread_position_in_grid"])
+    places = enumerate(each.rpartition("*")[0] for each in parameters)
+    arguments = "".join(f"static_cast<{kind}*>(given[{index}]), " for index, kind in places)
+    launches = [
+        _LAUNCH.format(symbol=_symbol(each), constants=", ".join(str(value) for _, value in each), arguments=arguments)
+        for each in _of_all_tiles(template)
+    ]
+    kernel = f"template <{types}>\nvoid kernel({declared}) {{\n{source}\n}}\n"
+    return "\n".join([shim, header, kernel, *launches])
+
+
+def _of_all_tiles(template: Template) -> list[Template]:
+    if "ROWS" not in dict(template):
+        return [template]
+    return [
+        [(name, {"ROWS": rows, "FEATURES": features}.get(name, value)) for name, value in template]
+        for rows, features in TILES.items()
+    ]
+
+
+def _symbol(template: Template) -> str:
+    return "_".join(str(value) for _, value in template)
+
+
+def _as_numpy(array: mx.array) -> np.ndarray:
+    whole = mx.contiguous(array)
+    return np.ascontiguousarray(np.array(whole.view(mx.uint16) if array.dtype == mx.bfloat16 else whole))
+
+
+def _compile(file: Path, text: str) -> bytes:
+    file.write_text(text, encoding="utf-8")
+    made = file.with_suffix(".made")
+    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=600)  # a busy machine
+    return made.read_bytes()

@@ -1,0 +1,52 @@
+// Runs Metal kernels on a CPU: the names of the Metal language that the kernels use, for g++.
+//
+// Follows cuda_on_host.hpp, whose fibers are the threads of a threadgroup; 32 of them are a simdgroup.
+#include <cmath>
+#include <cstdint>
+
+#define constant
+#define device
+#define thread
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef uint8_t uint8;
+
+struct uint3 {
+    uint x, y, z;
+};
+
+struct half {  // IEEE 754, 16 bits; kernels only read it
+    uint16_t bits;
+    operator float() const { return widen_half(bits); }
+};
+
+struct bfloat16_t {
+    uint16_t bits;
+    bfloat16_t() = default;
+    explicit bfloat16_t(float value) : bits(static_cast<uint16_t>(host::to_bf16(value))) {}
+    operator float() const { return host::bf16(bits); }
+};
+
+namespace metal {
+inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline float simd_sum(float value) {
+    for (int apart = 16; apart; apart /= 2) value += other_lane(value, apart);
+    return value;
+}
+}  // namespace metal
+
+namespace host {
+inline uint3 groups_of(uint3 grid, uint3 size) {
+    return {(grid.x + size.x - 1) / size.x, (grid.y + size.y - 1) / size.y, (grid.z + size.z - 1) / size.z};
+}
+
+// Place of the current thread in a grid of ``groups`` threadgroups of ``size`` threads, x fastest.
+inline uint3 place_in_grid(uint3 groups, uint3 size) {
+    const uint block = block_index.x, inner = thread_index.x;
+    return {block % groups.x * size.x + inner % size.x,
+            block / groups.x % groups.y * size.y + inner / size.x % size.y,
+            block / groups.x / groups.y * size.z + inner / size.x / size.y};
+}
+}  // namespace host
