@@ -231,10 +231,13 @@ class StepWriter:
     def send(self, steps: Sequence[PlannedStep]) -> None:
         """Queue steps, and the sequences that begin in them, for every stage. Raises StepFailed."""
         forms: dict[tuple[bool, bool], list[stage_pb2.ControlMessage]] = {}
+        begins = any(step.registrations for step in steps)
+        known = any(planned.step.after is None for planned in steps)  # stages get tokens of such steps only
         for stage, embeds, samples in self._stages:
-            messages = forms.get((embeds, samples))
+            form = (embeds and known, samples and (begins or known))
+            messages = forms.get(form)
             if messages is None:
-                messages = forms[embeds, samples] = self._messages(steps, embeds=embeds, samples=samples)
+                messages = forms[form] = self._messages(steps, embeds=embeds, samples=samples)
             stage.send(messages)
 
     def _messages(self, steps: Sequence[PlannedStep], *, embeds: bool, samples: bool) -> list[stage_pb2.ControlMessage]:

@@ -58,7 +58,7 @@ from edgepipe.wire.sizes import MAX_PLANS
 logger = logging.getLogger(__name__)
 
 _REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
-_LEAST_WINDOW = 8  # steps
+_LEAST_WINDOW = 32  # steps
 _CHECK_S = 5.0  # time of a test step after the submitted ones; the daemon ends a device that hangs
 
 
