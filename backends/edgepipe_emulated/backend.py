@@ -388,7 +388,7 @@ def _run_layers(
 
 def _seen_before(group: LayerGroup, past: Past, pool: KVStorage, prepared: PreparedStep) -> Words:
     """Return for each layer and token ``[layers, T]`` the weighted sum of what it sees of earlier steps."""
-    seen = [pool.read(group.stored, slots) for slots in past.slots]
+    seen = [pool.read(group.stored, slots) for slots in past.slots(pool.block_size)]
     if group.window is None or len(prepared.row_start) == prepared.num_tokens:
         totals = [values @ weights for values, weights in zip(seen, past.weights, strict=True)]
         return np.stack(totals, axis=1)[:, prepared.row_of]

@@ -29,8 +29,14 @@ class Past:
     """What the rows of a step see of earlier steps, in one group of layers."""
 
     starts: tuple[int, ...]  # [B] first position
-    slots: tuple[Slots, ...]  # [B] of the positions from there to the row's first
+    # [B] table, and the positions in it from the first one to the row's first; their slots are found while the device
+    # computes: no device's host does that.
+    seen: tuple[tuple[Sequence[BlockRun], int, int], ...]
     weights: tuple[Words, ...]  # [B] of the same positions
+
+    def slots(self, block_size: int) -> list[Slots]:
+        """Return the slots ``[B]`` of the positions."""
+        return [past_slots(runs, start, stop, block_size) for runs, start, stop in self.seen]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +113,7 @@ def _own_slots(step: Step, number: int, pool: KVStorage) -> npt.NDArray[np.int64
 
 def _past(step: Step, group: LayerGroup, pool: KVStorage, weights: Words) -> Past:
     starts: list[int] = []
-    slots: list[Slots] = []
+    tables: list[tuple[Sequence[BlockRun], int, int]] = []
     for row in step.rows:
         first, runs = _table(row, group.pool)
         begin = first * pool.block_size
@@ -118,12 +124,12 @@ def _past(step: Step, group: LayerGroup, pool: KVStorage, weights: Words) -> Pas
                 fact=f"token {row.position} sees the tokens from {start} on",
             )
         starts.append(start)
-        slots.append(past_slots(runs, start - begin, row.position - begin, pool.block_size))
-    seen = zip(starts, step.rows, strict=True)
+        tables.append((runs, start - begin, row.position - begin))
+    rows = zip(starts, step.rows, strict=True)
     return Past(
         starts=tuple(starts),
-        slots=tuple(slots),
-        weights=tuple(weights[start : row.position] for start, row in seen),
+        seen=tuple(tables),
+        weights=tuple([weights[start : row.position] for start, row in rows]),
     )
 
 

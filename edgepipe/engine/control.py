@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -30,6 +30,7 @@ from edgepipe.wire.plans import (
     registrations_to_wire,
     spec_to_wire,
 )
+from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
@@ -118,10 +119,10 @@ class StageControl:
         finally:
             waiting.cancel()
 
-    def send(self, plan: Sequence[stage_pb2.ControlMessage]) -> None:
-        """Queue a plan, which ends with its step. Raises StepFailed if the stage has stopped reading plans."""
+    def send(self, plans: Sequence[stage_pb2.ControlMessage]) -> None:
+        """Queue messages of plans. Raises StepFailed if the stage has stopped reading plans."""
         try:
-            self._plans.put_nowait(plan)
+            self._plans.put_nowait(plans)
         except asyncio.QueueFull:
             fact = f"{self._plans.qsize()} plans wait for it"
             raise self._named(StepFailed(f"{self.site.label} takes no more plans", fact=fact)) from None
@@ -205,6 +206,14 @@ class StageControl:
         return self.raised
 
 
+class PlannedStep(NamedTuple):
+    """A step for the stages."""
+
+    step: ScheduledStep
+    registrations: Sequence[Registration]  # of the sequences that begin in it
+    last_slice: int  # where it ends
+
+
 class StepWriter:
     """Sends an epoch's steps to its stages. Stages that need the same form of a step share its messages."""
 
@@ -219,14 +228,27 @@ class StepWriter:
             for stage in stages
         ]
 
-    def send(self, step: ScheduledStep, registrations: Sequence[Registration], *, last_slice: int) -> None:
-        """Queue a step, and the sequences that begin in it, for every stage. Raises StepFailed."""
+    def send(self, steps: Sequence[PlannedStep]) -> None:
+        """Queue steps, and the sequences that begin in them, for every stage. Raises StepFailed."""
         forms: dict[tuple[bool, bool], list[stage_pb2.ControlMessage]] = {}
+        begins = any(step.registrations for step in steps)
+        known = any(planned.step.after is None for planned in steps)  # stages get tokens of such steps only
         for stage, embeds, samples in self._stages:
-            messages = forms.get((embeds, samples))
+            form = (embeds and known, samples and (begins or known))
+            messages = forms.get(form)
             if messages is None:
-                messages = registrations_to_wire(registrations, epoch=self._epoch, with_sampling=samples)
-                with_ids = embeds or (samples and step.has_windows)
-                messages.append(step_to_wire(step, epoch=self._epoch, last_slice=last_slice, with_token_ids=with_ids))
-                forms[embeds, samples] = messages
+                messages = forms[form] = self._messages(steps, embeds=embeds, samples=samples)
             stage.send(messages)
+
+    def _messages(self, steps: Sequence[PlannedStep], *, embeds: bool, samples: bool) -> list[stage_pb2.ControlMessage]:
+        """Convert steps for a stage. Those planned ahead go into the message of the step before them."""
+        messages: list[stage_pb2.ControlMessage] = []
+        for step, registrations, last_slice in steps:
+            with_ids = embeds or (samples and step.has_windows)
+            plan = step_to_wire(step, epoch=self._epoch, last_slice=last_slice, with_token_ids=with_ids)
+            if step.after is not None and messages and len(messages[-1].next_plans) < MAX_PLANS - 1:
+                messages[-1].next_plans.append(plan)
+                continue
+            messages += registrations_to_wire(registrations, epoch=self._epoch, with_sampling=samples)
+            messages.append(stage_pb2.ControlMessage(plan=plan))
+        return messages

@@ -32,6 +32,7 @@ _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
 _MORE_ROWS = 32  # rows of windows in a step, beyond one for each sequence, whose times are predicted
 _CONTEXT = 1024  # tokens of the sequences in these predictions: windows read the KV once
 _DRAFT_TIMES = 9  # newest times of a draft whose median counts: the first one may wait for kernels to compile
+_AHEAD_S, _MOST_AHEAD = 0.03, 8  # time of the steps planned ahead, and their number: a new chat waits for them
 _ASSUMED_BYTES_PER_S = 10e6  # assumed rate of a link that has carried nothing yet
 
 
@@ -104,6 +105,12 @@ class MicroBatches:
     def latency_s(self) -> float:
         """Latency of the whole ring: one-way delays, sampling, the token's return."""
         return self._turns.latency_s
+
+    @property
+    def turns_ahead(self) -> int:
+        """Number of steps to plan behind the one that is computed, at most: 1 before any measurement."""
+        token_s = self._turns.token_s
+        return max(1, min(_MOST_AHEAD, int(_AHEAD_S / token_s))) if token_s else 1
 
     def turn_s(self, steps: Sequence[StepId]) -> float:
         """Return an upper bound on the turn of the first of the ``steps`` in flight: all devices, links and latency.

@@ -16,7 +16,7 @@ from itertools import takewhile
 from operator import gt, itemgetter
 
 from edgepipe.clock import Clock
-from edgepipe.engine.control import Report, StageControl, StepWriter
+from edgepipe.engine.control import PlannedStep, Report, StageControl, StepWriter
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
@@ -372,24 +372,28 @@ class Pump:
 
     def _fill(self) -> None:
         self._scheduler.set_micro_batches(self.micro_batches.sizing.micro_batches)
+        self._scheduler.set_turns_ahead(self.micro_batches.turns_ahead)
+        steps: list[PlannedStep] = []
         while self._error is None and (step := self._scheduler.next_step()) is not None:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
             if not self._newest:
                 self._began_s = self._clock.monotonic_s()
-            self._send(step)
+            steps.append(self._planned(step))
             self._newest = step.step
             scheduler = self._scheduler
             self._recorder.planned(step, micro_batches=scheduler.micro_batches, used_blocks=scheduler.used_blocks)
             self._in_flight.append(step)
             self.micro_batches.sent(step, self._clock.monotonic_s())
+        if steps:
+            self._writer.send(steps)
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))
 
-    def _send(self, step: ScheduledStep) -> None:
+    def _planned(self, step: ScheduledStep) -> PlannedStep:
         registrations = [self._registration(each, self._scheduler.tokens(each)) for each in step.registers]
-        self._writer.send(step, registrations, last_slice=self._last_slice(step))
+        return PlannedStep(step, registrations, self._last_slice(step))
 
     def _turn_s(self) -> float:
         """Return an upper bound on the oldest step's turn, from measurements."""

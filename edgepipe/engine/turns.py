@@ -22,6 +22,7 @@ _PROMPT_TOKENS = 32  # limit for a measured step: with more, the upload and its 
 class _Open:
     num_tokens: int
     sent_s: float
+    follows: bool  # its turn begins when the token of the step before it comes back
     turn_s: float | None = None
     stayed_s: float = 0.0
     reported: int = 0  # slices
@@ -37,11 +38,18 @@ class TurnLedger:
         self._followers: dict[StepId, StepId] = {}  # steps that were planned ahead, by the step that they follow
         self._latency_s = 0.0
         self._count = 0
+        self._token_s = 0.0
+        self._num_tokens = 0
 
     @property
     def latency_s(self) -> float:
         """Smoothed latency in seconds; 0 before the first measurement."""
         return max(0.0, self._latency_s)
+
+    @property
+    def token_s(self) -> float:
+        """Smoothed time between the tokens of steps that were planned ahead; 0 before the first measurement."""
+        return self._token_s
 
     def sent(self, step: StepId, *, num_rows: int, num_tokens: int, now_s: float, after: StepId | None = None) -> None:
         """Record that a plan was sent. Ignores steps with many prompt tokens.
@@ -52,7 +60,7 @@ class TurnLedger:
             return
         if after is not None:
             self._followers[after] = step
-        self._open[step] = _Open(num_tokens, now_s)
+        self._open[step] = _Open(num_tokens, now_s, after is not None)
         if len(self._open) > _MAX_OPEN:
             del self._open[next(iter(self._open))]
 
@@ -72,6 +80,9 @@ class TurnLedger:
         known = self._open.get(step)
         if known is not None:
             known.turn_s = now_s - known.sent_s
+            if known.follows:
+                self._num_tokens += 1
+                self._token_s += max(_SMOOTHING, 1 / self._num_tokens) * (known.turn_s - self._token_s)
             self._settle(step, known)
 
     def _settle(self, step: StepId, known: _Open) -> None:

@@ -18,7 +18,7 @@ from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
 
-GRANTS_WITHIN_S = 0.05  # delay after the first step that a grant covers; the sender keeps that step until then
+GRANTS_WITHIN_S = 0.2  # delay after the first step that a grant covers; the sender keeps that step until then
 
 
 class Replies(Protocol):

@@ -54,6 +54,7 @@ class SequenceDrafts:
     found: bool = (
         False  # drafts came with its newest token, and were not refused yet: none of its steps is planned ahead
     )
+    without: int = 0  # turns since drafts came with its token
     counts: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])  # right, all
     pause: int = _LEAST_PAUSE
     waited: int = 0  # turns since the last window or trial

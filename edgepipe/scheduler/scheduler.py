@@ -1,10 +1,10 @@
 """The scheduler: decides which step computes which tokens. See docs/architecture/scheduler.md.
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
-that samples, and one that is planned ahead to follow it; earlier chunks of its prompt may precede it in flight. Prompts
-are computed side by side. A suspected sequence (``SequenceSpec.alone``) gets isolated steps until one of them has
-sampled a token. The driver calls ``next_step`` until it returns None, and again after every ``submit``, ``cancel`` and
-``retire``.
+that samples, and some that are planned ahead to follow it; earlier chunks of its prompt may precede it in flight.
+Prompts are computed side by side. A suspected sequence (``SequenceSpec.alone``) gets isolated steps until one of them
+has sampled a token. The driver calls ``next_step`` until it returns None, and again after every ``submit``, ``cancel``
+and ``retire``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from edgepipe.scheduler.types import (
 )
 
 _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
+_FEW_TURNS = 2  # of so many steps ahead at most, the next ones are planned once none is left, of more once one is left
+_TURNS_WITHOUT_DRAFTS = 16  # after so many turns without drafts, steps are planned as if none came
 _TURNS_ALONE = 8  # without batches, one of so many turns of chats is measured: a forecast takes time
 
 
@@ -51,6 +53,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self._plans_ahead = False
+        self._turns_ahead = 1  # steps that are planned ahead of the one that is computed, at most
+        self._extends = False  # whether the steps planned ahead are being made as many as may be
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
@@ -156,6 +160,10 @@ class Scheduler:
     def plan_ahead(self) -> None:
         """From now on, plan steps that begin with the tokens of steps in flight, because the stages can do that."""
         self._plans_ahead = True
+
+    def set_turns_ahead(self, turns: int) -> None:
+        """Set how many steps may be planned behind the one that is computed. They are planned several at a time."""
+        self._turns_ahead = turns
 
     def set_drafting(self, drafting: Drafting) -> None:
         """Set what chooses windows of drafts. Without it, no drafts are wanted."""
@@ -270,6 +278,7 @@ class Scheduler:
         for sequence, proposed in zip(sampling, drafts or [NO_DRAFTS] * len(sampling), strict=True):
             sequence.drafts.next = NO_DRAFTS if record.followed else proposed
             sequence.drafts.found = bool(proposed.ids)
+            sequence.drafts.without = 0 if proposed.ids else sequence.drafts.without + 1
 
     def _note_windows(self, record: InFlight, ids: Seq[Seq[int]]) -> None:
         """Count which drafts were right, and keep the states behind them."""
@@ -575,7 +584,7 @@ class Scheduler:
         return self._fill_whole(budget) if builder.empty else builder
 
     def _next_turn(self) -> StepBuilder | None:
-        """Let the rows of a step in flight go on with the tokens that it samples, so that they wait for no plan.
+        """Let the rows of the newest step in flight go on with the tokens that it samples: they wait for no plan.
 
         Not while prompts are computed, not for a step whose rows are more or fewer than an even share of all decodes,
         and not while drafts are found: then the rows of the next step are chosen once this one has retired. Not beside
@@ -584,21 +593,42 @@ class Scheduler:
         if self._limits.micro_batches == 1 and not (
             self._prompts_go or self._ready or self._prompts.any_suspected or self._tables.stale_to is not None
         ):
+            ahead = sum([1 for record in self._in_flight if record.after is not None])
+            if not self._may_extend(ahead):
+                return None
             for record in self._in_flight:
-                if not record.home or record.followed or record.isolated or record.after is not None:
+                if not record.home or record.followed or record.isolated:
                     continue
                 rows = [sequence for sequence in record.sampling if sequence.phase is Phase.DECODE]
-                going = [sequence for sequence in rows if len(sequence.tokens) + 1 < sequence.limit]
+                going = [sequence for sequence in rows if sequence.scheduled + 1 < sequence.limit]
                 smaller, rest = divmod(self._num_decodes - len(rows) + len(going), self._limits.micro_batches)
                 if not smaller <= len(going) <= smaller + (rest > 0) or any(each.drafts.found for each in going):
                     continue
+                if ahead and self._hopes_for_drafts(going):
+                    continue
                 if going and self._reserve_next(going):
                     return self._follow(record, going)
+        self._extends = False
         return None
 
+    def _may_extend(self, ahead: int) -> bool:
+        """Return whether a step may be planned behind so many that are planned ahead.
+
+        Once few are left, several are planned together: stages get them in one message.
+        """
+        if ahead <= (self._turns_ahead > _FEW_TURNS):
+            self._extends = True
+        elif ahead >= self._turns_ahead:
+            self._extends = False
+        return self._extends and ahead < self._turns_ahead
+
+    def _hopes_for_drafts(self, sequences: Seq[Sequence]) -> bool:
+        """Return whether drafts have come for a sequence of late: a window of them would wait for all planned steps."""
+        return self._drafting is not None and any(each.drafts.without < _TURNS_WITHOUT_DRAFTS for each in sequences)
+
     def _reserve_next(self, sequences: Seq[Sequence]) -> bool:
-        """Give each sequence room for one more token than it knows. Return False where no block is free."""
-        return all(len(each.tokens) < each.room or self._tables.grow_ahead(each, kept_blocks=0) for each in sequences)
+        """Give each sequence room for one token behind those scheduled. Return False where no block is free."""
+        return all(each.scheduled < each.room or self._tables.grow_ahead(each, kept_blocks=0) for each in sequences)
 
     def _follow(self, record: InFlight, sequences: Seq[Sequence]) -> StepBuilder:
         record.followed = True

@@ -85,7 +85,7 @@ class StepBuilder:
 
     def add_next(self, sequence: Sequence, *, wanted: int = 0) -> None:
         """Schedule the token that the step ``after`` samples, whose id is not known yet."""
-        self._add_tokens(sequence, len(sequence.tokens) + 1, 0, NO_DRAFTS, wanted)
+        self._add_tokens(sequence, sequence.scheduled + 1, 0, NO_DRAFTS, wanted)
 
     def _add_tokens(self, sequence: Sequence, count: int, token_id: int, drafts: Drafts, wanted: int) -> None:
         """Schedule token number ``count``, and drafts behind it."""

@@ -57,6 +57,12 @@ class Home:
         """Whether a step waits for its tokens."""
         return self._held is not None
 
+    def lacks(self, after: StepId) -> bool:
+        """Return whether the tokens that a step ``after`` another one begins with are not there yet."""
+        with self._lock:
+            sampled = self._steps.get(after)
+        return sampled is not None and not sampled.ids
+
     def planned(self, plan: StepPlan) -> None:
         """Note the rows of a plan that sample. Raises RemoteProtocolError if the step that it follows has others."""
         with self._lock:

@@ -57,7 +57,8 @@ class _Queue:
 class Lane:
     """Joins a slice's steps with their inputs: token ids, or activations of this or another stage.
 
-    ``receiver``: set if another stage feeds the slice; ``sender``: set if the slice feeds another stage.
+    ``receiver``: set if another stage feeds the slice; ``sender``: set if the slice feeds another stage;
+    ``lacks_tokens``: set if this stage samples the tokens of its own steps: whether those of a step are not there yet.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Lane:
         self.part = part
         self.receiver: RingReceiver | None = None
         self.sender: Outgoing | None = None
+        self.lacks_tokens: Callable[[StepId], bool] = _never
         self._hidden_size = hidden_size
         self._kind = activation_type
         self._clock = clock
@@ -138,9 +140,15 @@ class Lane:
         first, other = express, bulk
         if not express.planned or (bulk.planned and bulk.planned[0].step < express.planned[0].step):
             first, other = bulk, express
-        if first.is_ready:
+        if first.is_ready and not self._lacks_tokens(first):
             return first
-        return other if other.is_ready and self._passes(other.planned[0], first) else None
+        if other.is_ready and self._passes(other.planned[0], first):
+            return other
+        return first if first.is_ready else None
+
+    def _lacks_tokens(self, queue: _Queue) -> bool:
+        after = queue.planned[0].after
+        return after is not None and self.lacks_tokens(after)
 
     def _passes(self, work: StageStep, queue: _Queue) -> bool:
         """Return whether a step may pass all older steps of the other class."""
@@ -161,3 +169,8 @@ class Lane:
             step = self.receiver.waiting_for_plan(bulk=bulk) if self.receiver is not None else None
             error = StepFailed(f"the plan of step {step} did not come from the engine", fact=fact)
         self._on_late(error)
+
+
+def _never(after: StepId) -> bool:
+    """Default: another stage, or the plan, brings the tokens."""
+    return False

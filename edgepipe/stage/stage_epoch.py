@@ -53,11 +53,12 @@ from edgepipe.wire.plans import (
     StepDone,
     StepPlan,
 )
+from edgepipe.wire.sizes import MAX_PLANS
 
 logger = logging.getLogger(__name__)
 
 _REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
-_LEAST_WINDOW = 8  # steps
+_LEAST_WINDOW = 32  # steps
 _CHECK_S = 5.0  # time of a test step after the submitted ones; the daemon ends a device that hangs
 
 
@@ -156,9 +157,11 @@ class StageEpoch:
         self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more waits in its queue
         self._lanes = {part.index: self._make_lane(part) for part in sorted(spec.slices, key=lambda part: part.index)}
         embeds, samples = 0 in self._lanes, spec.num_slices - 1 in self._lanes
-        most = 2 * spec.max_in_flight  # steps in flight, and those that are planned ahead
-        self._home = Home(tools.compute.put, clock=tools.clock, kept=2 * most) if embeds else None
+        kept = 4 * spec.max_in_flight + MAX_PLANS  # more than are in flight and planned ahead
+        self._home = Home(tools.compute.put, clock=tools.clock, kept=kept) if embeds else None
         self._feed = self._make_feed(self._home) if self._home is not None and not samples else None
+        if self._home is not None and samples:
+            self._lanes[0].lacks_tokens = self._home.lacks
         self._way_home: WayHome | None = None
         if samples and not embeds and spec.next_address:
             self._way_home = WayHome(tools.dial(self._target(0), on_sample=_not_measured))
@@ -412,15 +415,16 @@ class StageEpoch:
             await sender.connected()
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
 
-    def _obey(self, command: StepPlan | Registrations) -> None:
+    def _obey(self, commands: Sequence[StepPlan | Registrations]) -> None:
         if self.over:
             return
         try:
-            if isinstance(command, StepPlan):
-                self._plan(command)
-                self._pump()
-            else:
-                self._register(command)
+            for command in commands:
+                if isinstance(command, StepPlan):
+                    self._plan(command)
+                else:
+                    self._register(command)
+            self._pump()
         except Exception as exc:
             self._cannot_obey(exc)
 

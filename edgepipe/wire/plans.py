@@ -23,7 +23,7 @@ from edgepipe.wire.codec import from_wire, to_wire, value_of
 from edgepipe.wire.common import Hello, epoch_of, epoch_to_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
-from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, PACKED_BYTES
+from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, MAX_PLANS, PACKED_BYTES
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -256,12 +256,16 @@ def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
     return from_wire(message, PipelineSpec)
 
 
-def command_from_wire(message: stage_pb2.ControlMessage) -> StepPlan | Registrations:
+def commands_from_wire(message: stage_pb2.ControlMessage) -> list[StepPlan] | list[Registrations]:
     """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
     if message.HasField("plan"):
-        return plan_from_wire(message.plan)
+        if len(message.next_plans) >= MAX_PLANS:
+            raise RemoteProtocolError(
+                "the engine sent too many plans together", fact=f"{1 + len(message.next_plans)}, at most {MAX_PLANS}"
+            )
+        return [plan_from_wire(message.plan), *map(plan_from_wire, message.next_plans)]
     if message.HasField("register"):
-        return registrations_from_wire(message.register)
+        return [registrations_from_wire(message.register)]
     raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 PACKED_BYTES = 1 << 20  # a message that packs many items: a quarter of gRPC's limit (edgepipe.link.channels)
+MAX_PLANS = 16  # plans in one message: the first one, and those of steps planned ahead
 MAX_END_IDS = 256  # ids per sequence: stop ids and the model's end ids
 ID_BYTES = 5  # maximum size of a token id
 MAX_ERROR_BYTES = 1000  # length of each of an error's three texts

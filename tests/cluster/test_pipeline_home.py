@@ -16,6 +16,7 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import PipelineId, StepId
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.wire.plans import OpenRing
+from edgepipe.wire.sizes import MAX_PLANS
 from tests.support.engine.pipeline import epoch
 from tests.support.engine.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
 from tests.support.processes.waiting import until
@@ -45,12 +46,13 @@ async def engine_of(num_stages: int, *, over: str = "memory") -> AsyncGenerator[
         yield engine
 
 
+@pytest.mark.parametrize("turns", [1, 6])
 @pytest.mark.parametrize("over", ["grpc", "memory"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-async def test_tokens_are_the_same_where_every_step_is_planned_ahead(num_stages: int, over: str) -> None:
+async def test_tokens_are_the_same_where_every_step_is_planned_ahead(num_stages: int, over: str, turns: int) -> None:
     async with engine_of(num_stages, over=over) as engine:
         chats = [engine.new(prompt) for prompt in PROMPTS]
-        await engine.generate_ahead(chats, 24)
+        await engine.generate_ahead(chats, 24, turns=turns)
         assert [chat.generated for chat in chats] == [answer(prompt, 24) for prompt in PROMPTS]
 
 
@@ -84,6 +86,41 @@ async def test_a_prompt_passes_a_step_that_waits_for_its_token() -> None:
             gate.set()
             assert [(await engine.retire()).step for _ in range(3)] == [1, 3, 2]
             assert (chat.generated, prompt.generated) == (answer(PROMPTS[0], 2), answer(PROMPTS[1], 1))
+
+
+@pytest.mark.parametrize(("num_stages", "order"), [(1, [3, 6, 4, 5]), (2, [6, 3, 4, 5])])
+async def test_a_prompt_waits_for_one_step_planned_ahead_at_most(num_stages: int, order: list[int]) -> None:
+    held = HeldBackend(emulated())
+    async with stages(num_stages, over="memory", make_backend=lambda index: emulated() if index else held) as local:
+        async with local.open(epoch(1), home=True) as driver:
+            engine = SmallEngine(driver, home=True)
+            chat, prompt = engine.new(PROMPTS[0]), engine.new(PROMPTS[1])
+            gates = [held.hold(step) for step in (1, 2, 3)]
+            plans = [engine.plan(chat)]
+            for _ in range(4):
+                plans.append(engine.plan_ahead(plans[-1], chat))
+            driver.send(*plans)
+            await asyncio.to_thread(held.submitted[1].wait, 20)
+            gates[0].set()
+            await asyncio.to_thread(held.submitted[2].wait, 20)
+            driver.send(engine.plan(prompt))
+            await until(lambda: local.stages[0].progress().received == 6)
+            gates[1].set()
+            assert [(await engine.retire()).step for _ in range(2)] == [1, 2]
+            gates[2].set()
+            assert [(await engine.retire()).step for _ in range(4)] == order
+            assert (chat.generated, prompt.generated) == (answer(PROMPTS[0], 5), answer(PROMPTS[1], 1))
+
+
+async def test_more_plans_in_a_message_than_an_engine_sends_end_the_epoch() -> None:
+    async with engine_of(1) as engine:
+        chat = engine.new(PROMPTS[0])
+        plans = [engine.plan(chat)]
+        for _ in range(MAX_PLANS):
+            plans.append(engine.plan_ahead(plans[-1], chat))
+        engine.driver.send(*plans)
+        with pytest.raises(RemoteProtocolError, match="too many plans together"):
+            await retire_for_ever(engine)
 
 
 async def test_the_first_stage_reports_the_tokens_that_it_used() -> None:

@@ -185,9 +185,10 @@ async def test_a_doubled_piece_changes_nothing() -> None:
 async def test_half_steps_without_end_are_refused() -> None:
     """A class has one incomplete step at a time, and as many without a plan as the window allows."""
     async with by_hand() as stage:
+        window = stage.receiver.grant().credits
         for bulk in (False, True):
-            for step in range(1, 9):
-                stage.receiver.frame(StepId(10 * bulk + step), 0, b"x", 0, bulk=bulk)
-            for step in range(9, 1000):
+            for step in range(1, window + 1):
+                stage.receiver.frame(StepId(window * bulk + step), 0, b"x", 0, bulk=bulk)
+            for step in range(window + 1, 1000):
                 with pytest.raises(RemoteProtocolError, match="beyond the credits"):
-                    stage.receiver.frame(StepId(10 * bulk + step), 0, b"x", 0, bulk=bulk)
+                    stage.receiver.frame(StepId(window * bulk + step), 0, b"x", 0, bulk=bulk)

@@ -30,6 +30,7 @@ _HOUR_US = 3_600_000_000  # far beyond every deadline of a step
 _DURATION_US = Within(0, _HOUR_US)
 
 STAGE: Tables = {
+    "ControlMessage": {"next_plans": Checked("edgepipe.wire.plans:commands_from_wire")},
     # A stage compares hidden sizes with its shard's.
     "OpenPipeline": {
         "slices": Most(256),

@@ -26,6 +26,7 @@ class ControlMessage(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
+    NEXT_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPipeline:
         """first"""
@@ -36,16 +37,21 @@ class ControlMessage(_message.Message):
     def register(self) -> Global___Registrations:
         """ahead of the plans that begin the sequences"""
 
+    @_builtins.property
+    def next_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
+        """With a plan: those of the steps behind it, in order. They are planned ahead, so few messages bring many of them."""
+
     def __init__(
         self,
         *,
         open: Global___OpenPipeline | None = ...,
         plan: Global___Plan | None = ...,
         register: Global___Registrations | None = ...,
+        next_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -40,7 +40,7 @@ from edgepipe.wire.plans import (
     Registration,
     StageTimings,
     StepPlan,
-    command_from_wire,
+    commands_from_wire,
     done_from_wire,
     plan_from_wire,
 )
@@ -388,12 +388,12 @@ class StageOfRogueEngine:
     async def take(self, message: stage_pb2.ControlMessage) -> None:
         """As a stage's epoch takes it. A refusal ends the epoch."""
         try:
-            command = command_from_wire(message)
-            if isinstance(command, StepPlan):
-                self._table.apply(command)
-            else:
-                for registration in command.sequences:
-                    self._table.tell(registration)
+            for command in commands_from_wire(message):
+                if isinstance(command, StepPlan):
+                    self._table.apply(command)
+                else:
+                    for registration in command.sequences:
+                        self._table.tell(registration)
         except EdgepipeError:
             self._begin()
             raise

@@ -104,9 +104,10 @@ class Control:
         self._messages: asyncio.Queue[stage_pb2.ControlMessage | None] = asyncio.Queue()
         self._messages.put_nowait(stage_pb2.ControlMessage(open=opening))
 
-    def send(self, plan: StepPlan, *, with_token_ids: bool) -> None:
-        """Tell the stage a plan."""
-        self.send_raw(plan_to_wire(plan, with_token_ids=with_token_ids))
+    def send(self, *plans: StepPlan, with_token_ids: bool) -> None:
+        """Tell the stage plans, all in one message."""
+        first, *others = [plan_to_wire(plan, with_token_ids=with_token_ids) for plan in plans]
+        self._messages.put_nowait(stage_pb2.ControlMessage(plan=first, next_plans=others))
 
     def register(self, registrations: Iterable[Registration], epoch: Epoch) -> None:
         """Tell the stage of sequences that later plans begin."""
@@ -161,11 +162,11 @@ class Driver:
         """Reports of the stage that retires steps."""
         return self.controls[-1].reports
 
-    def send(self, plan: StepPlan, *, to: Sequence[int] | None = None) -> None:
-        """Tell a plan to all stages, or to those named."""
+    def send(self, *plans: StepPlan, to: Sequence[int] | None = None) -> None:
+        """Tell plans in one message to all stages, or to those named."""
         for index, control in enumerate(self.controls):
             if to is None or index in to:
-                control.send(plan, with_token_ids=index == 0)
+                control.send(*plans, with_token_ids=index == 0)
 
     def register(self, *registrations: Registration) -> None:
         """Tell all stages of sequences that later plans begin."""

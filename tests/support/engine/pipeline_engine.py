@@ -158,7 +158,8 @@ class SmallEngine:
         self._steps += 1
         rows: list[PlanRow] = []
         for sequence in group:
-            start, sequence.done_tokens = len(sequence.tokens), len(sequence.tokens) + 1
+            start = sequence.done_tokens
+            sequence.done_tokens += 1
             rows.append(PlanRow(sequence.number, start, 1, 1, self._blocks(sequence, start + 1)))
         self.in_flight[self._steps] = list(group)
         return StepPlan(
@@ -170,13 +171,21 @@ class SmallEngine:
             home=True,
         )
 
-    async def generate_ahead(self, group: Sequence[Decoding], num_tokens: int) -> None:
-        """Keep two steps of a group in flight, of which the second begins with the tokens of the first."""
+    async def generate_ahead(self, group: Sequence[Decoding], num_tokens: int, *, turns: int = 1) -> None:
+        """Plan steps of a group so many turns ahead, each of which begins with the tokens of the one before it.
+
+        Once none of them is left, the next ones are told together.
+        """
         plan = self.send(*group)
-        for _ in range(num_tokens - 1):
-            self.driver.send(plan := self.plan_ahead(plan, *group))
+        planned = 1
+        for retired in range(num_tokens):
+            if planned == retired + 1 < num_tokens:
+                plans: list[StepPlan] = []
+                for _ in range(min(turns, num_tokens - planned)):
+                    plans.append(plan := self.plan_ahead(plan, *group))
+                    planned += 1
+                self.driver.send(*plans)
             await self.retire()
-        await self.retire()
 
     def send(self, *group: Decoding) -> StepPlan:
         """Plan a step and tell it to all stages."""

@@ -81,7 +81,7 @@ class VirtualStage:
     report: Callable[[StageSite, StageTimings], None]
     on_done: Callable[[StepId, StepWork, StepTiming], None]  # the step leaves
     times: StepTimes = field(default_factory=StepTimes)
-    sent: Callable[[stage_pb2.ControlMessage], None] = lambda _: None
+    sent: Callable[[stage_pb2.Plan], None] = lambda _: None
     hung: str = ""  # what its daemon would kill it for
     longest_step_s: float = 0.0
     hung_since_s: float = 0.0  # 0: it works
@@ -93,8 +93,10 @@ class VirtualStage:
     _finished: int = 0
 
     def send(self, messages: Sequence[stage_pb2.ControlMessage]) -> None:
-        """A plan of the pump, behind what it registers."""
-        self.sent(messages[-1])
+        """Plans of the pump, behind what they register."""
+        for message in messages:
+            for plan in [message.plan, *message.next_plans] if message.HasField("plan") else []:
+                self.sent(plan)
 
     def arrive(self, step: StepId, work: StepWork) -> None:
         """The step's inputs are there."""
@@ -229,8 +231,7 @@ class VirtualRing:
         await stage.guard()
         raise Killed(f"stage {stage.site.index}: {stage.hung}")
 
-    def _planned(self, message: stage_pb2.ControlMessage) -> None:
-        plan = message.plan
+    def _planned(self, plan: stage_pb2.Plan) -> None:
         work = StepWork.of_rows(plan.position, plan.num_tokens, logit_rows=sum(plan.sample))
         step = StepId(plan.step)
         self._works[step] = work

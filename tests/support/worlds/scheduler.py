@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -105,7 +105,7 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(0)
         self.windows_seen: Counter[tuple[int, int]] = Counter()  # rows by their drafts, and by how many were right
-        self._plans_ahead = False
+        self._turns_ahead = 0  # steps planned ahead at most
         self.scheduler = self._new_scheduler()
         self.specs: dict[SequenceId, SequenceSpec] = {}
         self.output: dict[SequenceId, list[int]] = {}
@@ -119,17 +119,19 @@ class World:
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
 
-    def plan_ahead(self) -> None:
-        """Let this epoch's scheduler and all later ones plan ahead."""
-        self._plans_ahead = True
+    def plan_ahead(self, turns: int = 1) -> None:
+        """Let this epoch's scheduler and all later ones plan so many steps ahead."""
+        self._turns_ahead = turns
         self.scheduler.plan_ahead()
+        self.scheduler.set_turns_ahead(turns)
 
     def _new_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.limits, self.policy)
         if self.acceptance is not None:  # rows cost nothing, so all drafts are tried
             scheduler.set_drafting(Drafting(lambda rows: 1.0, lambda: 0.0))
-        if self._plans_ahead:
+        if self._turns_ahead:
             scheduler.plan_ahead()
+            scheduler.set_turns_ahead(self._turns_ahead)
         return scheduler
 
     def submit(self, *specs: SequenceSpec) -> None:
@@ -162,6 +164,7 @@ class World:
         self._reads.clear()
         self._snapshot.clear()
         self._sampled.clear()
+        self._surplus.clear()
         self._window_snapshot.clear()
         self.windows = [{} for _ in self.limits.windows]
         self._due.clear()
@@ -187,6 +190,13 @@ class World:
             count += 1
         return count
 
+    def _followed(self, step: ScheduledStep) -> Iterator[int]:
+        """The steps in flight that the step follows, one by one back to the one that is computed."""
+        numbers = {sent.step: sent for sent in self.in_flight}
+        while step.after is not None and (before := numbers.get(step.after)) is not None:
+            yield before.step
+            step = before
+
     def retire(self, place: int = 0) -> None:
         """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""
         step = self.in_flight[place]
@@ -196,6 +206,9 @@ class World:
         ids = self._compute(step)
         sampling = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
         self._sampled[step.step] = {each: row[-1] for each, row in zip(sampling, ids, strict=True)}
+        for sequence, row in zip(sampling, ids, strict=True):
+            if sequence in self.ended:  # it ended before, and the step had been planned ahead
+                self._surplus[sequence] += row
         self.note(self.scheduler.retire(step.step, ids, self._draft(step, ids)))
 
     def _draft(self, step: ScheduledStep, ids: list[list[int]]) -> list[Drafts]:
@@ -328,10 +341,11 @@ class World:
             assert not (mine - begun) & in_flight, "a block is written that a step in flight uses"
             assert not mine & sources, "a copy reads what its step writes"
         assert len(set(step.sequences)) == step.num_rows
+        before_it = {*self._followed(step)}
         sampling = {
             s
             for sent in self.in_flight
-            if sent.step != step.after
+            if sent.step not in before_it
             for s, samples in zip(sent.sequences, sent.samples, strict=True)
             if samples
         }
@@ -452,7 +466,7 @@ class World:
         row = step.sequences.index(sequence)
         start = sum(step.num_tokens[:row])
         own, position = step.token_ids[start : start + step.num_tokens[row]], step.positions[row]
-        known = [*self.specs[sequence].prompt, *self.output[sequence]]
+        known = [*self.specs[sequence].prompt, *self.output[sequence], *self._surplus[sequence]]
         assert len(known) >= position
         assert [*own][: len(known) - position] == known[position : position + len(own)], "a row has other tokens"
         return [*known[:position], *own]
@@ -518,6 +532,7 @@ class World:
     _reads: dict[int, set[int]] = field(default_factory=dict)
     _due: dict[SequenceId, int] = field(default_factory=dict)
     _sampled: dict[int, dict[SequenceId, int]] = field(default_factory=dict)  # newest token of each row, by step
+    _surplus: defaultdict[SequenceId, list[int]] = field(default_factory=lambda: defaultdict(list))  # behind the end
     _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
     _window_snapshot: dict[int, list[dict[SequenceId, dict[int, int]]]] = field(default_factory=dict)
 

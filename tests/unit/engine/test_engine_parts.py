@@ -58,8 +58,7 @@ def test_a_plan_tells_who_is_registered_and_only_the_first_stage_what_tokens() -
     sampling = SamplingParams(temperature=0.5, seed=11)
     registration = Registration(sequence=SequenceId(5), sampling=sampling, choice=2, prompt_tokens=3, generated=(5,))
     first, second = (
-        step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=1, with_token_ids=embeds).plan
-        for embeds in (True, False)
+        step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=1, with_token_ids=embeds) for embeds in (True, False)
     )
     told_first, told_second = (
         registrations_to_wire([registration], epoch=epoch_to_wire(EPOCH), with_sampling=samples)[0].register

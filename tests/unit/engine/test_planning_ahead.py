@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +44,9 @@ class Ring:
             )
             for index, part in enumerate(slices)
         ]
-        self.plans: list[stage_pb2.Plan] = []
+        self.messages: list[list[stage_pb2.Plan]] = []  # plans of each message to the first stage
         self.news: list[StepNews] = []
+        self.clock = FakeClock()
         self.pump = Pump(
             scheduler=Scheduler(
                 SchedulerLimits(num_blocks=64, block_size=16, context_length=64, micro_batches=1), ThrottledPolicy()
@@ -53,7 +55,7 @@ class Ring:
             epoch=EPOCH,
             num_slices=2,
             vocab_size=256,
-            clock=FakeClock(),
+            clock=self.clock,
             timeouts=EngineTimeouts(),
         )
         stages: Any = [
@@ -61,8 +63,12 @@ class Ring:
         ]
         self.pump.connect(stages, registration=_registration, on_news=self.news.append, on_over=lambda: None)
 
-    def ask(self) -> None:
-        self.pump.submit([SequenceSpec(sequence=SequenceId(1), prompt=(1, 2, 3), max_tokens=9)])
+    @property
+    def plans(self) -> list[stage_pb2.Plan]:
+        return [plan for message in self.messages for plan in message]
+
+    def ask(self, *, max_tokens: int = 9) -> None:
+        self.pump.submit([SequenceSpec(sequence=SequenceId(1), prompt=(1, 2, 3), max_tokens=max_tokens)])
         self.pump._fill()
 
     def open_home(self, *, stage: int = 1, epoch: Epoch = EPOCH) -> None:
@@ -75,7 +81,9 @@ class Ring:
         self.pump.on_report(self.sites[stage], StageTimings(home=(HomeTokens(step=StepId(step), ids=(token,)),)))
 
     def _send(self, messages: list[stage_pb2.ControlMessage]) -> None:
-        self.plans.append(messages[-1].plan)
+        for message in messages:
+            if message.HasField("plan"):
+                self.messages.append([message.plan, *message.next_plans])
 
 
 def _registration(sequence: SequenceId, tokens: Any) -> Registration:
@@ -99,6 +107,22 @@ async def test_no_step_is_planned_ahead_until_tokens_go_home(ring: Ring) -> None
     ring.done(1, 7)
     assert [(plan.step, plan.after, plan.home) for plan in ring.plans] == [(1, 0, False), (2, 0, True), (3, 2, True)]
     assert [list(plan.token_ids) for plan in ring.plans] == [[1, 2, 3], [7], []]
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "sizes"),
+    [(0.004, [7, 6, 6]), (0.0055, [5, 4, 4, 4]), (0.014, [2] * 8), (0.02, [1] * 18)],
+)
+async def test_plans_of_fast_turns_share_a_message(ring: Ring, turn_s: float, sizes: list[int]) -> None:
+    ring.open_home()
+    ring.ask(max_tokens=48)
+    for step in range(1, 23):
+        ring.clock.advance(turn_s)
+        ring.done(step, 7)
+        await asyncio.sleep(0)  # the turn is measured behind its plans
+    assert [*map(len, ring.messages)][: 3 + len(sizes)] == [2, 1, 1, *sizes]
+    assert [plan.step for plan in ring.plans] == [*range(1, len(ring.plans) + 1)]
+    assert [plan.after for plan in ring.plans[2:]] == [plan.step - 1 for plan in ring.plans[2:]]
 
 
 @pytest.mark.parametrize("first", ["done", "came"])

@@ -8,9 +8,9 @@ from edgepipe.scheduler import ScheduledStep
 from tests.support.worlds.scheduler import World, limits, next_token, spec
 
 
-def world_of(*, micro_batches: int = 1, **changes: int) -> World:
-    world = World(limits(micro_batches=micro_batches, **changes))
-    world.plan_ahead()
+def world_of(*, micro_batches: int = 1, turns: int = 1, acceptance: float | None = None, **changes: int) -> World:
+    world = World(limits(micro_batches=micro_batches, **changes), acceptance=acceptance)
+    world.plan_ahead(turns)
     return world
 
 
@@ -29,6 +29,60 @@ def test_a_chats_next_step_is_planned_while_its_token_is_sampled() -> None:
     assert (newest(world).after, newest(world).positions) == (decode.step, (5,))
     world.run()
     assert len(world.steps) == 4, "none is planned behind the last token"
+    world.check_outputs()
+    world.assert_invariants()
+
+
+@pytest.mark.parametrize(("turns", "counts"), [(2, [3, 0, 2, 0, 2]), (4, [5, 0, 0, 3, 0, 0, 3])])
+def test_several_steps_are_planned_at_once(turns: int, counts: list[int]) -> None:
+    world = world_of(turns=turns)
+    world.submit(spec(1, 4, max_tokens=30))
+    found: list[int] = []
+    for _ in counts:
+        found.append(world.fill())
+        world.retire()
+    assert found == counts
+    assert [(step.after, step.positions) for step in world.steps[1:4]] == [(1, (4,)), (2, (5,)), (3, (6,))][
+        : len(world.steps) - 1
+    ]
+    world.run()
+    assert len(world.steps) == 30, "none is planned behind the last token"
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_steps_planned_ahead_hold_the_chats_that_go_on() -> None:
+    world = world_of(turns=6)
+    world.submit(spec(1, 4, max_tokens=3), spec(2, 4, max_tokens=9))
+    world.run()
+    assert len(world.steps) == 9
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_no_more_steps_are_planned_once_a_prompt_comes() -> None:
+    world = world_of(turns=4)
+    world.submit(spec(1, 4, max_tokens=40))
+    world.go(2)
+    world.submit(spec(2, 4, max_tokens=40))
+    world.fill()
+    newest, prompt = world.steps[-2:]
+    assert prompt.registers == (2,)
+    assert prompt.may_retire_before(newest)
+    world.go(6)
+    world.fill()
+    assert sorted(world.steps[-1].sequences) == [1, 2]
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_drafts_that_come_keep_the_next_steps_from_being_planned() -> None:
+    world = world_of(turns=6, acceptance=1.0)
+    world.submit(spec(1, 4, max_tokens=60))
+    world.run()
+    assert max(step.num_samples for step in world.steps) > 1, "windows go on"
+    assert len(world.steps) < 40
     world.check_outputs()
     world.assert_invariants()
 
@@ -71,10 +125,11 @@ def test_chats_that_could_share_a_step_are_not_planned_ahead_apart() -> None:
     world.check_outputs()
 
 
-def test_what_a_stop_token_leaves_behind_is_dropped() -> None:
+@pytest.mark.parametrize("turns", [1, 5])
+def test_what_a_stop_token_leaves_behind_is_dropped(turns: int) -> None:
     first = spec(1, 4)
     stop = next_token(first.prompt)
-    world = world_of()
+    world = world_of(turns=turns)
     world.submit(spec(1, 4, max_tokens=9, stop_ids=frozenset({stop})))
     world.fill()
     assert world.steps[-1].after is not None
@@ -84,13 +139,13 @@ def test_what_a_stop_token_leaves_behind_is_dropped() -> None:
     world.assert_invariants()
 
 
-@pytest.mark.parametrize("retired", [0, 1])
-def test_a_cancelled_chats_blocks_wait_for_the_step_planned_ahead(retired: int) -> None:
-    world = world_of()
+@pytest.mark.parametrize(("turns", "retired"), [(1, 0), (1, 1), (3, 0), (3, 3)])
+def test_a_cancelled_chats_blocks_wait_for_the_steps_planned_ahead(turns: int, retired: int) -> None:
+    world = world_of(turns=turns)
     world.submit(spec(1, 4, max_tokens=9))
-    world.go(2)
+    world.go(turns + 1)
     world.fill()
-    assert len(world.in_flight) == 2
+    assert len(world.in_flight) == turns + 1
     world.cancel(1)
     for _ in range(retired):
         world.retire()

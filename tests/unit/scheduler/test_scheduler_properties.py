@@ -93,7 +93,7 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action], *, ac
             world.scheduler.set_micro_batches(a % 6 + 1)
             world.scheduler.set_pacer(_pacer(stages=a % 4 + 1, most_tokens=b + 1, goal_s=c * 1e-3 if c % 2 else None))
         elif kind == "a":
-            world.plan_ahead()
+            world.plan_ahead(a % 6 + 1)
         elif kind == "e":
             world.next_epoch(lost=LOSSES[c % len(LOSSES)] if b % 2 else ())
         world.fill()

@@ -41,7 +41,7 @@ def message(states: tuple[RowState, ...] = STATES) -> stage_pb2.Plan:
         frees=(),
         states=states,
     )
-    return step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=0, with_token_ids=True).plan
+    return step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=0, with_token_ids=True)
 
 
 def rows_of(plan: StepPlan, *, state_slots: int) -> tuple[StepRow, ...]:

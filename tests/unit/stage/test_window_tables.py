@@ -100,7 +100,7 @@ def test_a_step_brings_its_windows_blocks() -> None:
         frees=(),
         windows=(WindowBlocks((0, 0), (8, 9), (4, 1), (1, 2)), WindowBlocks((0,), (2,), (7,), (9,))),
     )
-    message = step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=0, with_token_ids=True).plan
+    message = step_to_wire(step, epoch=epoch_to_wire(EPOCH), last_slice=0, with_token_ids=True)
     (row,) = plan_from_wire(message).rows
     assert row.new_windows == (
         NewWindow(0, 8, BlockRun(4, 1)),
