@@ -87,7 +87,7 @@ class Memory:
             if move.out:
                 self.host[move.number][move.kept] = [values.get(place, _UNKNOWN) for place in places]
             else:  # a stage that lost its host memory brings anything back
-                lost = [_UNKNOWN] * size
+                lost: list[tuple[int, int]] = [_UNKNOWN] * size
                 values.update(zip(places, self.host[move.number].get(move.kept, lost), strict=True))
 
     def perform(self, work: DiskWork, *, limits: SchedulerLimits) -> None:
@@ -96,7 +96,7 @@ class Memory:
             assert 0 <= move.place < limits.host_places[move.number]
             assert 0 <= move.kept < limits.disk_places[move.number]
             host, disk = self.host[move.number], self.disk[move.number]
-            lost = [_UNKNOWN] * (limits.block_size if move.number <= len(limits.windows) else 1)
+            lost: list[tuple[int, int]] = [_UNKNOWN] * (limits.block_size if move.number <= len(limits.windows) else 1)
             if move.out:
                 disk[move.kept] = host.get(move.place, lost)
             else:  # a stage that lost its disk brings anything back

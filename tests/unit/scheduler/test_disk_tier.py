@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from edgepipe.backend.types import TierMove
 from edgepipe.scheduler import HostRates, SchedulerLimits, ThrottledPolicy
+from edgepipe.scheduler.disk_places import DiskPlaces
+from edgepipe.scheduler.host_tier import HostTier
 from tests.support.worlds.scheduler import World, limits, spec, stateful, windowed
 
 PIPELINES = {
@@ -127,3 +130,60 @@ def test_others_pass_a_prompt_that_waits_for_the_disk() -> None:
     assert 99 not in world.ended
     world.run()
     world.check_outputs()
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def test_a_copy_comes_only_to_a_place_that_no_step_in_flight_uses() -> None:
+    tier = HostTier(0, 2, [], disk=DiskPlaces(4))
+    for number in range(2):
+        tier.store(key(number), number)
+    for wanted, _ in tier.writes((), most=9):
+        tier.written(wanted, done=True)
+    for number in (2, 3):  # push the first two out of host memory
+        tier.store(key(number), number)
+    for wanted, _ in tier.writes((), most=9):
+        tier.written(wanted, done=True)
+    assert tier.fetch([key(0)]) == {key(0)}
+    assert tier.reads({0, 1}, most=9) == []
+    ((_, move),) = tier.reads({1}, most=9)
+    assert move.place == 0
+    assert key(0) not in tier
+    tier.arrived(key(0), done=True)
+    assert key(0) in tier
+
+
+def test_what_a_step_is_still_storing_is_not_written() -> None:
+    tier = HostTier(0, 1, [], disk=DiskPlaces(4))
+    tier.store(key(0), 0)
+    assert tier.writes({0}, most=9) == []
+    assert len(tier.writes((), most=9)) == 1
+    tier.store(key(1), 1)
+    assert key(1) not in tier, "the only place is being written"
+
+
+def test_copies_that_were_on_their_way_are_not_found_in_the_next_epoch() -> None:
+    moves: list[TierMove] = []
+    tier = HostTier(0, 4, moves, disk=DiskPlaces(4))
+    for number in range(3):
+        tier.store(key(number), number)
+    ((written, _), *_) = tier.writes((), most=1)
+    after = tier.carry_over([], [])
+    assert after.disk is not None
+    assert written in after
+    assert written not in after.disk
+    assert [each for each, _ in after.writes((), most=1)] == [written], "it is written again"
+
+
+def test_keys_without_a_copy_go_last_from_host_memory() -> None:
+    tier = HostTier(0, 4, [], disk=DiskPlaces(4))
+    for number in range(4):
+        tier.store(key(number), number)
+    ((written, _),) = tier.writes((), most=1)
+    tier.written(written, done=True)
+    assert tier.fetch([written]) == set(), "it is here, and now the last that was used"
+    tier.store(key(4), 0)
+    assert written == key(0)
+    assert [number for number in range(5) if key(number) in tier] == [1, 2, 3, 4]

@@ -114,7 +114,7 @@ def test_conversations_get_their_tokens_whatever_is_pushed_out(
     play(pipeline, policy, turns)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=over_disk, policy=policies, turns=turns, damage=st.sampled_from([0.0, 0.0, 0.1]))
 def test_conversations_get_their_tokens_over_all_three_tiers(
     pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float
