@@ -13,7 +13,7 @@ host memory. No step carries these copies, since disks are slow: see ``disk_work
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -55,7 +55,7 @@ class HostTier:
         )  # current keys without a copy on disk, in the same order
         self._writing: set[Key] = set()  # keys of which a copy is being written: their places stay
         self._reading: dict[Key, int] = {}  # keys that are coming back from disk, and their places
-        self._wanted: deque[Key] = deque()  # keys that come back next
+        self._wanted: dict[Key, None] = {}  # keys that come back next, in order
         self._moves = moves
         self._places: OrderedDict[Key, int] = OrderedDict()  # longest unused first
         self._free = list(range(num_places - 1, -1, -1))
@@ -136,8 +136,8 @@ class HostTier:
                 self._touch(key)
             elif self.disk is not None and key in self.disk:
                 coming.add(key)
-                if key not in self._reading and key not in self._wanted:
-                    self._wanted.append(key)
+                if key not in self._reading:
+                    self._wanted[key] = None
         return coming
 
     @property
@@ -154,13 +154,13 @@ class HostTier:
         """
         moves: list[tuple[Key, TierMove]] = []
         while self._wanted and len(moves) < most and self.disk is not None:
-            key = self._wanted[0]
+            key = next(iter(self._wanted))
             if key not in self._places and key in self.disk:
                 if (place := self._take_settled(unsettled)) is None:
                     break
                 self._reading[key] = place
                 moves.append((key, TierMove(self.number, place, self.disk.begin_read(key), out=False)))
-            self._wanted.popleft()
+            del self._wanted[key]
         return moves
 
     def writes(self, unsettled: Collection[int], *, most: int) -> list[tuple[Key, TierMove]]:
