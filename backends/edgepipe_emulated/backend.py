@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -216,6 +217,18 @@ class EmulatedBackend:
         if cost.has_experts and prepared.num_tokens > 1:
             output = replace(output, expert_share=cost.distinct_share(prepared.num_tokens))
         return EmulatedTicket(output=output, done_at_s=done_at_s)
+
+    def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
+        """See ``DiskBackend``."""
+        pools = self._need_pools()
+        return (self._states if number == len(pools) else pools[number]).host_place(kept)
+
+    def disk_seconds(self, number: int, count: int, took_s: float) -> float:
+        """Wait as long as the emulated device's disk takes, and return that."""
+        device = self._settings.device
+        seconds = count * self._move_s[number] * device.host_link_bytes_per_s / device.disk_bytes_per_s
+        time.sleep(max(0.0, self._settings.time_factor * seconds - took_s))
+        return seconds
 
     def collect(self, ticket: EmulatedTicket) -> StepOutput:
         """Wait until the device would have finished the step."""

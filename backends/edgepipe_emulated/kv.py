@@ -37,6 +37,10 @@ class KVStorage:
         else:
             self._values[:, self._block(move.place)] = self._host[move.kept]
 
+    def host_place(self, kept: int) -> list[memoryview]:
+        """See ``DiskBackend.host_place``."""
+        return [self._host[kept].reshape(-1).view(np.uint8).data]
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer, one after another."""
         for item in copies:
@@ -70,6 +74,10 @@ class StateStorage:
                 self._host[layer][move.kept] = values[move.place]
             else:
                 values[move.place] = self._host[layer][move.kept]
+
+    def host_place(self, kept: int) -> list[memoryview]:
+        """See ``DiskBackend.host_place``."""
+        return [values[kept : kept + 1].view(np.uint8).data for values in self._host.values()]
 
     def run(self, layer: int, rows: Sequence[StepRow], values: Words) -> Words:
         """Return a layer's states ``[T]`` behind each token of the rows, and keep those that the rows name.

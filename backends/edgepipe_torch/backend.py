@@ -265,6 +265,16 @@ class TorchBackend:
             kept = self._drafting(layout.slice_index).follow(finals, layout, tensors)
             return replace(self._leave(decoder, finals[tensors.logit_rows], layout, edits), kept=kept)
 
+    def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
+        """See ``DiskBackend``."""
+        if self._host_copies is None:
+            raise RuntimeError("there is no host memory")
+        return self._host_copies.place(number, kept)
+
+    def disk_seconds(self, number: int, count: int, took_s: float) -> float:
+        """See ``DiskBackend``."""
+        return took_s
+
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
         scores = ticket.scored.wait() if ticket.scored is not None else None

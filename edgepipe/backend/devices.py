@@ -83,6 +83,7 @@ class DeviceModel:
     ram_bytes_per_s: float = 0.0  # rate at which the machine's CPU reads experts; 0: not known
     # Rate of copies between the device and host memory: pinned memory over PCIe 4 x16, where nothing else is known.
     host_link_bytes_per_s: float = 24e9
+    disk_bytes_per_s: float = 3e9  # rate of the machine's disk: an NVMe drive on PCIe 3 x4
 
     @property
     def usable_bytes(self) -> int:
@@ -364,6 +365,7 @@ def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
         "ram": ("ram_bytes", parse_bytes),
         "ram_bandwidth": ("ram_bytes_per_s", parse_bytes),
         "host_link": ("host_link_bytes_per_s", parse_bytes),
+        "disk": ("disk_bytes_per_s", parse_bytes),
         "step_overhead": ("step_overhead_s", parse_duration_s),
         "layer_overhead": ("layer_overhead_s", parse_duration_s),
         "sequence_overhead": ("sequence_overhead_s", parse_duration_s),

@@ -142,6 +142,25 @@ class CheckingBackend(Protocol):
 
 
 @runtime_checkable
+class DiskBackend(Protocol):
+    """A backend whose host memory (``host_places``) can be read and written, so that a disk can lie below it."""
+
+    def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
+        """Return the bytes of a block or a slot of states in host memory, which may be written; one-dimensional, "B".
+
+        Called on any thread, while no step uses the place. number, kept: as in ``TierMove``.
+        """
+        ...
+
+    def disk_seconds(self, number: int, count: int, took_s: float) -> float:
+        """Return the seconds that ``count`` copies of such places between host memory and disk take.
+
+        took_s  what they have taken; an emulated device waits as long as its own disk would take
+        """
+        ...
+
+
+@runtime_checkable
 class ExplainingBackend(Protocol):
     """A backend that tells why its steps are slow."""
 

@@ -58,6 +58,7 @@ class StageSettings:
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
     most_slots: int = 0  # of recurrent layers' states; 0: no bound, see ``MemoryClasses.states``
     kv_ram: str = ""  # host memory of each stage for idle KV: bytes, or "auto"; empty: none
+    kv_disk: str = ""  # disk of each stage for idle KV that leaves ``kv_ram``: bytes; empty: none
     draft_model: str = ""  # name of a second model, which drafts beside the stage with the head; empty: none
     draft_hash: str = ""  # its content, as ``ServeSpec.manifest_hash``
 
@@ -68,8 +69,8 @@ class StageSettings:
     def of_backend(self) -> StageSettings:
         """Return the settings without those that a backend finds in its calls: the context decides the weights' config,
         ``allocate_kv`` names the block size and the slots, and another process has the draft model."""
-        bare = replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE, most_slots=0, kv_ram="")
-        return replace(bare, draft_model="", draft_hash="")
+        bare = replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE, most_slots=0)
+        return replace(bare, kv_ram="", kv_disk="", draft_model="", draft_hash="")
 
     def without_draft_model(self) -> StageSettings:
         """Return the settings of a model that is served without a draft model."""

@@ -53,6 +53,15 @@ KVRam = Annotated[
         "beside a GPU) or off.",
     ),
 ]
+KVDisk = Annotated[
+    str,
+    typer.Option(
+        "--kv-disk",
+        metavar="[SIZE|off]",
+        help="Disk of each stage for conversations that leave --kv-ram: 100GB, or off. The file is encrypted and ends "
+        "with the stage.",
+    ),
+]
 ExpertsInRam = Annotated[
     str,
     typer.Option(
@@ -94,6 +103,28 @@ def checked_kv_ram(text: str) -> str:
         num_bytes = parse_bytes(text)
     except ConfigInvalid as exc:
         raise ConfigInvalid(f"--kv-ram cannot be '{text}'", next_step="give a size such as 8GB, auto or off") from exc
+    return str(num_bytes) if num_bytes else ""
+
+
+def checked_kv_disk(text: str, *, kv_ram: str) -> str:
+    """Check the value of ``--kv-disk``. Return ``StageSettings.kv_disk``. Raises ConfigInvalid.
+
+    ``kv_ram``: the checked value of ``--kv-ram``.
+    """
+    from edgepipe.units import parse_bytes
+
+    if text == "off":
+        return ""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigInvalid as exc:
+        raise ConfigInvalid(f"--kv-disk cannot be '{text}'", next_step="give a size such as 100GB, or off") from exc
+    if num_bytes and not kv_ram:
+        raise ConfigInvalid(
+            "--kv-disk needs RAM above it",
+            fact="conversations go to disk over RAM",
+            next_step="add --kv-ram auto, or a size such as --kv-ram 8GB",
+        )
     return str(num_bytes) if num_bytes else ""
 
 

@@ -9,7 +9,7 @@ from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import CHILD_PORTS, Config, Timeouts, Watching
 from edgepipe.daemon.machine.backends import choose_backend
-from edgepipe.daemon.machine.data_dir import DataDir
+from edgepipe.daemon.machine.data_dir import DataDir, tier_dir
 from edgepipe.daemon.machine.http_keys import keys_in_force
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
 from edgepipe.daemon.processes.children import Child, Children
@@ -87,6 +87,7 @@ class NodeBasis:
             api_keys=self.http_keys.keys,
             key_on_loopback=self.http_keys.on_loopback,
             files_dir=str(self.data_dir.path / "batches"),
+            tier_dir=str(tier_dir(self.data_dir.path)),
             files_limit_bytes=config.files_limit_bytes,
             files_days=config.files_days,
             node_name=config.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
@@ -154,6 +155,7 @@ class NodeHosting:
             setup=self._basis,
             introductions=self._presence.introductions,
             memory_limit_bytes=config.memory_limit_bytes,
+            disk_free=lambda: shutil.disk_usage(self._basis.data_dir.path).free,
             timeouts=self._basis.timeouts,
             tasks=self._tasks,
             directory=self,

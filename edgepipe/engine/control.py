@@ -15,12 +15,14 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProt
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
-from edgepipe.scheduler import ScheduledStep
+from edgepipe.scheduler import DiskWork, ScheduledStep
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.codec import from_wire
+from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
+    DiskCopied,
+    DiskCopies,
     HomeOpened,
     PipelineSpec,
     Registration,
@@ -34,7 +36,7 @@ from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
-Report = StepDone | StageTimings | HomeOpened
+Report = StepDone | StageTimings | HomeOpened | DiskCopied
 
 
 class StageControl:
@@ -181,6 +183,8 @@ class StageControl:
             self._on_report(self.site, from_wire(report.timings, StageTimings))
         elif kind == "home_opened":
             self._on_report(self.site, from_wire(report.home_opened, HomeOpened))
+        elif kind == "disk":
+            self._on_report(self.site, from_wire(report.disk, DiskCopied))
         elif kind == "fault":
             raise self._fault(report)
 
@@ -218,6 +222,7 @@ class StepWriter:
     """Sends an epoch's steps to its stages. Stages that need the same form of a step share its messages."""
 
     def __init__(self, stages: Sequence[StageControl], epoch: Epoch) -> None:
+        self._of = epoch
         self._epoch = epoch_to_wire(epoch)
         self._stages = [
             (
@@ -239,6 +244,20 @@ class StepWriter:
             if messages is None:
                 messages = forms[form] = self._messages(steps, embeds=embeds, samples=samples)
             stage.send(messages)
+
+    def copy(self, work: DiskWork) -> None:
+        """Queue copies between host memory and disk for every stage. Raises StepFailed."""
+        copies = DiskCopies(
+            epoch=self._of,
+            number=work.number,
+            memory_class=work.moves[0].number,
+            out=work.moves[0].out,
+            host_places=tuple(move.place for move in work.moves),
+            disk_places=tuple(move.kept for move in work.moves),
+        )
+        message = stage_pb2.ControlMessage(disk=to_wire(copies, stage_pb2.DiskCopies))
+        for stage, _, _ in self._stages:
+            stage.send([message])
 
     def _messages(self, steps: Sequence[PlannedStep], *, embeds: bool, samples: bool) -> list[stage_pb2.ControlMessage]:
         """Convert steps for a stage. Those planned ahead go into the message of the step before them."""

@@ -258,6 +258,9 @@ class EngineEpoch:
         host_blocks = min(site.max_host_blocks for site in self.sites)
         if self._kept is not None and self._kept.pools.cached_blocks and self._kept.host_blocks <= host_blocks:
             host_blocks = self._kept.host_blocks  # another number would empty the KV of all stages
+        disk_blocks = min(site.max_disk_blocks for site in self.sites) if host_blocks else 0
+        if self._kept is not None and self._kept.pools.cached_blocks and self._kept.disk_blocks <= disk_blocks:
+            disk_blocks = self._kept.disk_blocks
         return SchedulerLimits(
             num_blocks=num_blocks,
             block_size=settings.block_size,
@@ -268,6 +271,7 @@ class EngineEpoch:
             contiguous_kv=any(site.contiguous_kv for site in self.sites),
             windows=windows,
             host_places=classes.host_places(host_blocks, windows, block_size=settings.block_size),
+            disk_places=classes.host_places(disk_blocks, windows, block_size=settings.block_size),
             host_rates=_host_rates(self.sites, self._context.itl_goal_s),
             states=classes.states(num_blocks=num_blocks, block_size=settings.block_size, most=settings.most_slots),
         )
@@ -286,6 +290,7 @@ class EngineEpoch:
             window_blocks=tuple(pool.num_blocks for pool in self.limits.windows),
             state_slots=self.limits.states.num_slots if self.limits.states else 0,
             host_places=self.limits.host_places,
+            disk_places=self.limits.disk_places,
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),

@@ -28,6 +28,12 @@ class KeptKV:
         host = self.pools.context.host
         return host.num_places if host is not None else 0
 
+    @property
+    def disk_blocks(self) -> int:
+        """Blocks of the context on the stages' disks."""
+        host = self.pools.context.host
+        return host.disk.num_places if host is not None and host.disk is not None else 0
+
     def is_worth(self, num_blocks: int) -> bool:
         """Return whether to keep the number of blocks although stages have room for ``num_blocks`` now.
 

@@ -183,6 +183,7 @@ class Preparation:
             state_bytes=self._config.state_bytes(layer for part in placement.slices for layer in part.layers),
             max_blocks=prepared.max_blocks,
             max_host_blocks=prepared.max_host_blocks,
+            max_disk_blocks=prepared.max_disk_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
             costs=slice_costs(

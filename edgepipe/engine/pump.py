@@ -17,6 +17,7 @@ from operator import gt, itemgetter
 
 from edgepipe.clock import Clock
 from edgepipe.engine.control import PlannedStep, Report, StageControl, StepWriter
+from edgepipe.engine.disk_answers import DiskAnswers
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
@@ -39,7 +40,7 @@ from edgepipe.scheduler import (
 from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import HomeOpened, Registration, StageTimings, StepDone
+from edgepipe.wire.plans import DiskCopied, HomeOpened, Registration, StageTimings, StepDone
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Pump:
         self.num_retired = 0  # steps
         self._stages: Sequence[StageControl] = ()
         self._writer = StepWriter((), epoch)
+        self._disk = DiskAnswers(0)
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
@@ -128,6 +130,7 @@ class Pump:
         self._on_over = on_over
         self._stages = stages
         self._writer = StepWriter(stages, self._epoch)
+        self._disk = DiskAnswers(len(stages))
         self._registration = registration
         self._on_news = on_news
         self._ends_at = {part.index: stage.site.index for stage in stages for part in stage.site.slices}
@@ -178,11 +181,27 @@ class Pump:
         elif report.epoch != self._epoch:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
+        elif isinstance(report, DiskCopied):
+            self._copied(site, report)
         elif self._error is None:
             self._check_timings(site, report)
             now_s = self._clock.monotonic_s()
             self._came_back(site, report, now_s)
             asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written first
+
+    def _copied(self, site: StageSite, report: DiskCopied) -> None:
+        """Note what became of copies between host memory and disk. Raises RemoteProtocolError."""
+        try:
+            answer = self._disk.note(site.index, site.node_name, report)
+        except ValueError as exc:
+            raise _unexpected(site, str(exc)) from exc
+        if answer is None:
+            return
+        scheduler, before = self._scheduler, self._scheduler.stats().disk_problem
+        scheduler.disk_done(report.number, failed=answer.failed, seconds=answer.seconds, problem=answer.problem)
+        if (problem := scheduler.stats().disk_problem) and not before:
+            logger.warning("idle conversations go to disk no more: %s", problem)
+        self._wake.set()
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
         """Return the sequences of each step in flight."""
@@ -387,6 +406,9 @@ class Pump:
             self.micro_batches.sent(step, self._clock.monotonic_s())
         if steps:
             self._writer.send(steps)
+        while self._error is None and (work := self._scheduler.next_disk_work()) is not None:
+            self._disk.sent(work)
+            self._writer.copy(work)
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))

@@ -28,6 +28,7 @@ class StageSite:
     kv_block_bytes: int  # size of one block in all its layers
     max_blocks: int
     max_host_blocks: int = 0  # in host memory
+    max_disk_blocks: int = 0  # on disk below it
     window_block_bytes: tuple[int, ...] = ()  # size of one block of each windowed memory class, in its layers
     state_bytes: int = 0  # size of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # ways to multiply with its packed weights

@@ -4,6 +4,7 @@ No clock, no network, no randomness. The engine drives it against real stages, t
 """
 
 from edgepipe.scheduler.blocks import BlockAllocator
+from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.limits import HostRates, SchedulerLimits, SchedulerStats
@@ -31,6 +32,7 @@ from edgepipe.scheduler.types import (
 __all__ = [
     "POLICIES",
     "BlockAllocator",
+    "DiskWork",
     "EndReason",
     "Event",
     "HostRates",

@@ -5,31 +5,57 @@ places alike. ``restore`` copies the block back for a prompt that needs it. The 
 second eviction of the block costs no copy. The longest unused places go first.
 
 A step carries its moves in order (``ScheduledStep.moves``), and stages perform them one after another before its rows.
+
+Below host memory may be a file on every stage (``disk_places.py``). All but a quarter of host memory has copies there,
+and those places go first, so a block that leaves host memory is still known. ``fetch`` brings it back to a place in
+host memory. No step carries these copies, since disks are slow: see ``disk_works.py``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from edgepipe.backend.types import TierMove
+from edgepipe.scheduler.disk_places import DiskPlaces
 
 if TYPE_CHECKING:
     from edgepipe.scheduler.kv import Key
 
 
+_UNWRITTEN_SHARE = 4  # a quarter of the places may hold what the disk does not have: the newest, which may come back
+
+
+class Tier(IntEnum):
+    """Where a block or a snapshot may be: the lower, the slower."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
 class HostTier:
     """The places of one memory class in host memory."""
 
-    def __init__(self, number: int, num_places: int, moves: list[TierMove]) -> None:
+    def __init__(self, number: int, num_places: int, moves: list[TierMove], *, disk: DiskPlaces | None = None) -> None:
         """
         number  of the memory class, see ``TierMove``
         moves   takes the moves of the next step, of all classes
+        disk    the places below; None: there is no disk
         """
         self.number = number
         self.num_places = num_places
+        self.disk = disk
+        self._unwritten: OrderedDict[Key, None] = (
+            OrderedDict()
+        )  # current keys without a copy on disk, in the same order
+        self._writing: set[Key] = set()  # keys of which a copy is being written: their places stay
+        self._reading: dict[Key, int] = {}  # keys that are coming back from disk, and their places
+        self._wanted: dict[Key, None] = {}  # keys that come back next, in order
         self._moves = moves
         self._places: OrderedDict[Key, int] = OrderedDict()  # longest unused first
         self._free = list(range(num_places - 1, -1, -1))
@@ -41,6 +67,10 @@ class HostTier:
     def __contains__(self, key: Key) -> bool:
         return key in self._places
 
+    def has(self, key: Key, down_to: Tier) -> bool:
+        """Return whether a key is in host memory, or on disk if ``down_to`` says so."""
+        return key in self._places or (down_to is Tier.DISK and self.disk is not None and key in self.disk)
+
     @property
     def used_places(self) -> int:
         """Places that hold a block or a snapshot."""
@@ -48,8 +78,8 @@ class HostTier:
 
     @property
     def any_stale(self) -> bool:
-        """Whether a copy is stale."""
-        return bool(self._stale)
+        """Whether a copy is stale, here or on disk."""
+        return bool(self._stale) or (self.disk is not None and self.disk.any_stale)
 
     @contextmanager
     def pinned(self, keys: Iterable[Key]) -> Generator[None]:
@@ -64,7 +94,7 @@ class HostTier:
         Costs nothing if a current copy is there. Drops it if only pinned places are left.
         """
         if key in self._places:
-            self._places.move_to_end(key)
+            self._touch(key)
             if key not in self._stale:
                 return
             self._stale.discard(key)
@@ -72,12 +102,13 @@ class HostTier:
             return
         else:
             self._places[key] = self._free.pop()
+        self._note_unwritten(key)
         self.num_stored += 1
         self._moves.append(TierMove(self.number, place, self._places[key], out=True))
 
     def restore(self, key: Key, place: int) -> bool:
         """Copy a key's block or snapshot to ``place`` on the device. Return whether it is stale."""
-        self._places.move_to_end(key)
+        self._touch(key)
         self.num_restored += 1
         self._moves.append(TierMove(self.number, place, self._places[key], out=False))
         if key not in self._stale:
@@ -88,10 +119,131 @@ class HostTier:
     def lose(self) -> None:
         """Mark all copies stale."""
         self._stale = set(self._places)
+        self._unwritten.clear()
+        if self.disk is not None:
+            self.disk.lose()
+
+    # Copies between host memory and the disk
+
+    def fetch(self, keys: Sequence[Key]) -> set[Key]:
+        """Let ``reads`` bring those of these keys to host memory that only the disk has. Return those that are coming.
+
+        The others of them become the longest to stay.
+        """
+        coming: set[Key] = set()
+        for key in keys:
+            if key in self._places:
+                self._touch(key)
+            elif self.disk is not None and key in self.disk:
+                coming.add(key)
+                if key not in self._reading:
+                    self._wanted[key] = None
+        return coming
+
+    @property
+    def any_due(self) -> bool:
+        """Whether ``reads`` or ``writes`` may have something to copy."""
+        if self.disk is None:
+            return False
+        return bool(self._wanted) or self._excess > 0
+
+    def reads(self, unsettled: Collection[int], *, most: int) -> list[tuple[Key, TierMove]]:
+        """Return the next copies from disk.
+
+        unsettled  places in host memory that steps in flight may still use
+        """
+        moves: list[tuple[Key, TierMove]] = []
+        while self._wanted and len(moves) < most and self.disk is not None:
+            key = next(iter(self._wanted))
+            if key not in self._places and key in self.disk:
+                if (place := self._take_settled(unsettled)) is None:
+                    break
+                self._reading[key] = place
+                moves.append((key, TierMove(self.number, place, self.disk.begin_read(key), out=False)))
+            del self._wanted[key]
+        return moves
+
+    def writes(self, unsettled: Collection[int], *, most: int) -> list[tuple[Key, TierMove]]:
+        """Return the next copies to disk, so that most of host memory can be taken at any time. See ``reads``."""
+        moves: list[tuple[Key, TierMove]] = []
+        for key in list(islice(self._unwritten, max(0, min(most, self._excess)))):
+            place = self._places[key]
+            if place in unsettled:
+                continue
+            assert self.disk is not None
+            if (kept := self.disk.begin_write(key)) is None:
+                break
+            del self._unwritten[key]
+            self._writing.add(key)
+            moves.append((key, TierMove(self.number, place, kept, out=True)))
+        return moves
+
+    def is_coming(self, key: Key) -> bool:
+        """Return whether ``fetch`` was called for this key and its copy has not arrived."""
+        return key in self._reading or key in self._wanted
+
+    def stop_fetching(self) -> None:
+        """Bring nothing more from disk but what is coming already."""
+        self._wanted.clear()
+
+    def written(self, key: Key, *, done: bool) -> None:
+        """Note that a copy to disk has ended. ``done``: all stages have it."""
+        assert self.disk is not None
+        self._writing.discard(key)
+        self.disk.end_write(key, done=done)
+
+    def arrived(self, key: Key, *, done: bool) -> None:
+        """Note that a copy from disk has ended. ``done``: all stages have it in host memory; else it is lost."""
+        assert self.disk is not None
+        place = self._reading.pop(key)
+        stale = self.disk.end_read(key, done=done)
+        if not done or key in self._places:
+            self._free.append(place)
+            return
+        self._places[key] = place
+        if stale:
+            self._stale.add(key)
+
+    def _take_settled(self, unsettled: Collection[int]) -> int | None:
+        """Take a place that no step in flight uses, a free one or that of the longest unused key that is on disk."""
+        place = next((place for place in reversed(self._free) if place not in unsettled), None)
+        if place is None:
+            written = (key for key, place in self._places.items() if place not in unsettled and self._is_written(key))
+            if (key := next(written, None)) is None:
+                return None
+            place = self._places[key]
+            self._drop(key)
+        self._free.remove(place)
+        return place
+
+    @property
+    def most_needed(self) -> int:
+        """Places for what one prompt needs from disk or has here: the others may hold what the disk does not have."""
+        return self.num_places - self.num_places // _UNWRITTEN_SHARE
+
+    @property
+    def _excess(self) -> int:
+        """Keys that are to be written, or are being written."""
+        return len(self._unwritten) - self.num_places // _UNWRITTEN_SHARE if self.disk is not None else 0
+
+    def _is_written(self, key: Key) -> bool:
+        return key not in self._unwritten and key not in self._writing
+
+    def _note_unwritten(self, key: Key) -> None:
+        if self.disk is not None and not self.disk.is_current(key):
+            self._unwritten[key] = None
+
+    def _touch(self, key: Key) -> None:
+        self._places.move_to_end(key)
+        if key in self._unwritten:
+            self._unwritten.move_to_end(key)
+
+    # From epoch to epoch
 
     def carry_over(self, moves: list[TierMove], unsettled: Sequence[TierMove]) -> HostTier:
         """Return the same places for the next epoch, without copies that not all stages have for certain."""
-        after = HostTier(self.number, self.num_places, moves)
+        disk = self.disk.carry_over() if self.disk is not None else None
+        after = HostTier(self.number, self.num_places, moves, disk=disk)
         written = {move.kept for move in unsettled if move.out and move.number == self.number}
         kept = {key: place for key, place in self._places.items() if place not in written}
         after._places = OrderedDict(kept)
@@ -99,12 +251,18 @@ class HostTier:
         after._free = [place for place in after._free if place not in taken]
         after._stale = self._stale & kept.keys()
         after.num_stored, after.num_restored = self.num_stored, self.num_restored
+        for key in kept:
+            if key not in after._stale:
+                after._note_unwritten(key)
         return after
 
     def _make_room(self) -> bool:
         """Free a place if none is free. Return whether one is."""
         if not self._free:
-            key = next((key for key in self._places if key not in self._pinned), None)
+            unpinned = (key for key in self._places if key not in self._pinned)
+            key = next((key for key in unpinned if self._is_written(key)), None)
+            if key is None:
+                key = next((key for key in self._unwritten if key not in self._pinned), None)
             if key is not None:
                 self._drop(key)
         return bool(self._free)
@@ -112,3 +270,4 @@ class HostTier:
     def _drop(self, key: Key) -> None:
         self._free.append(self._places.pop(key))
         self._stale.discard(key)
+        self._unwritten.pop(key, None)

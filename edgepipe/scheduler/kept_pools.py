@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgepipe.backend.types import TierMove
+from edgepipe.scheduler.disk_works import DiskWorks
+from edgepipe.scheduler.host_tier import HostTier
 from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.states import StateClass
 
@@ -17,15 +19,22 @@ class KeptPools:
     windows: tuple[KVPool, ...] = ()
     states: StateClass | None = None
 
+    disk: DiskWorks | None = None
     moves: list[TierMove] = field(default_factory=list[TierMove])  # of the next step: the tiers of the pools add to it
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """See ``SchedulerLimits.pool_sizes``."""
         slots = () if self.states is None else (self.states.num_slots,)
-        hosts = [pool.host for pool in (self.context, *self.windows, *(() if self.states is None else (self.states,)))]
-        places = [host.num_places for host in hosts if host is not None]
-        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows), *slots, *places)
+        places = [host.num_places for host in self.hosts]
+        on_disk = [host.disk.num_places for host in self.hosts if host.disk is not None]
+        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows), *slots, *places, *on_disk)
+
+    @property
+    def hosts(self) -> list[HostTier]:
+        """What is below the pools, in the order of ``TierMove.number``; empty: nothing is."""
+        pools = (self.context, *self.windows, *(() if self.states is None else (self.states,)))
+        return [pool.host for pool in pools if pool.host is not None]
 
     @property
     def cached_blocks(self) -> int:

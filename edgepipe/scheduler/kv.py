@@ -22,7 +22,7 @@ from edgepipe.backend.types import BlockRun, TierMove
 from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.blocks import BlockAllocator, Ids, blocks_of, ids_of
-from edgepipe.scheduler.host_tier import HostTier
+from edgepipe.scheduler.host_tier import HostTier, Tier
 
 Key = bytes
 """Hash of all tokens from a sequence's first to a block's last. It is collision-resistant: with a collision, a user
@@ -210,9 +210,9 @@ class KVPool:
         block = self._by_key.get(key)
         return None if block is None or self._idle_since[block] == NOT_CACHED else block
 
-    def is_known(self, key: Key) -> bool:
-        """Return whether a block with this key is cached on the device or kept in host memory."""
-        return self.block_of(key) is not None or (self.host is not None and key in self.host)
+    def is_known(self, key: Key, down_to: Tier) -> bool:
+        """Return whether a block with this key is cached on the device, or is below it in a tier ``down_to`` this."""
+        return self.block_of(key) is not None or (self.host is not None and self.host.has(key, down_to))
 
     def restore(self, keys: Sequence[Key], *, count: int, room: int) -> bool:
         """Cache blocks again that host memory keeps, in a table of ``count`` blocks that begins with them.

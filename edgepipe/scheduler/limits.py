@@ -16,12 +16,13 @@ class HostRates:
     token_s: float  # of computing a token of a prompt
     goal_s: float | None = None  # that copies may add to a decode's turn; None: no bound
 
-    def pays(self, num_blocks: int, num_slots: int, *, saved_tokens: int) -> bool:
+    def pays(self, num_blocks: int, num_slots: int, *, saved_tokens: int, disk_s: float = 0.0) -> bool:
         """Return whether bringing blocks and states back is faster than computing ``saved_tokens`` again.
 
-        Each may push out another one.
+        Each may push out another one. ``disk_s``: time until all of them are in host memory.
         """
-        return 2 * (num_blocks * self.block_s + num_slots * self.slot_s) < saved_tokens * self.token_s
+        copies_s = 2 * (num_blocks * self.block_s + num_slots * self.slot_s)
+        return disk_s + copies_s < saved_tokens * self.token_s
 
     @property
     def most_blocks(self) -> int | None:
@@ -45,13 +46,15 @@ class SchedulerLimits:
     states: StateSlots | None = None  # pool of recurrent layers' states; None: no layer is recurrent
     # Host memory below the device: blocks of each memory class, and slots of states if there are any; empty: none.
     host_places: tuple[int, ...] = ()
+    disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: none
     host_rates: HostRates | None = None  # None: not known; then everything comes back, at once
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
-        """Blocks of each memory class, and slots of states if there are any; behind them those in host memory."""
+        """Blocks of each memory class, and slots of states if there are any; behind them those below the device."""
         slots = () if self.states is None else (self.states.num_slots,)
-        return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots, *self.host_places)
+        own = (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
+        return (*own, *self.host_places, *self.disk_places)
 
     @property
     def slack_tokens(self) -> int:
@@ -86,5 +89,9 @@ class SchedulerStats:
     host_blocks: int = 0  # blocks of the context that host memory has room for
     used_host_blocks: int = 0  # blocks of the context in host memory
     restored_tokens: int = 0  # count since the start: tokens of the prefix cache that came back from host memory
+    disk_blocks: int = 0  # blocks of the context that the disk has room for
+    used_disk_blocks: int = 0  # blocks of the context on disk
+    fetched_tokens: int = 0  # count since the start: tokens whose KV came from disk to host memory
+    disk_problem: str = ""  # why the disk is used no more
     # Tokens of the same sequences that the first stages recomputed, up to the last one that lost them.
     replayed_tokens: int = 0

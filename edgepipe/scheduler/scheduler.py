@@ -10,6 +10,7 @@ and ``retire``.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from edgepipe.backend.types import TierMove
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.batch_ways import BatchWay
+from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
 from edgepipe.scheduler.in_flight import InFlight, StepCounts
 from edgepipe.scheduler.kept_pools import KeptPools
@@ -90,8 +92,11 @@ class Scheduler:
 
     def hand_over(self) -> KeptPools:
         """Return the KV cache that retired steps left, for the next epoch's scheduler. Call this last."""
-        in_flight = [move for record in self._in_flight for move in record.moves]
-        return self._tables.carry_over([*in_flight, *self._moves_behind])
+        return self._tables.carry_over(self._moves_in_flight())
+
+    def _moves_in_flight(self) -> list[TierMove]:
+        """Return the moves of steps that not all stages have performed for certain."""
+        return [*[move for record in self._in_flight for move in record.moves], *self._moves_behind]
 
     def take_over(self, pools: KeptPools) -> None:
         """Start with the previous epoch's KV cache, before any ``submit``.
@@ -168,6 +173,21 @@ class Scheduler:
     def set_drafting(self, drafting: Drafting) -> None:
         """Set what chooses windows of drafts. Without it, no drafts are wanted."""
         self._drafting = drafting
+
+    # Between host memory and the disk
+
+    def next_disk_work(self) -> DiskWork | None:
+        """Return the next work for the disks of all stages, or None. Call it after ``next_step`` has returned None."""
+        if (disk := self._tables.disk) is None:
+            return None
+        unsettled = [*self._moves_in_flight(), *self._tables.waiting_moves]
+        return disk.next(unsettled, idle=not self._in_flight)
+
+    def disk_done(self, number: int, *, failed: Collection[int] = (), seconds: float = 0.0, problem: str = "") -> None:
+        """See ``DiskWorks.done``. Then call ``next_step`` again."""
+        if self._tables.disk is not None:
+            self._tables.disk.done(number, failed=failed, seconds=seconds, problem=problem)
+            self._head_does_not_fit = False
 
     # Output
 
@@ -333,7 +353,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the current counts."""
-        states, host = self._tables.states, self._tables.host
+        states, host, works = self._tables.states, self._tables.host, self._tables.disk
+        disk = host.disk if host is not None else None
         return SchedulerStats(
             micro_batches=self._limits.micro_batches,
             in_flight=len(self._in_flight),
@@ -354,6 +375,10 @@ class Scheduler:
             host_blocks=host.num_places if host is not None else 0,
             used_host_blocks=host.used_places if host is not None else 0,
             restored_tokens=self._tables.restored_tokens,
+            disk_blocks=disk.num_places if disk is not None else 0,
+            used_disk_blocks=disk.used_places if disk is not None else 0,
+            fetched_tokens=works.num_fetched * self._limits.block_size if works is not None else 0,
+            disk_problem=works.problem if works is not None else "",
         )
 
     # Filling a step
@@ -823,6 +848,8 @@ class Scheduler:
                 return  # preempted: its last token is not known yet
             if (key := self._tables.awaited(first)) is not None:
                 self._wait_for(first, key)
+            elif (ticket := self._tables.fetch(first, running=len(self._running))) is not None:
+                self._waiting.park(ticket)
             elif not self._admit(first) and not (self._tables.lacked_room and self._preempt_for(first)):
                 self._head_does_not_fit = True
                 return

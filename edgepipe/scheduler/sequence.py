@@ -55,6 +55,7 @@ class Sequence:
     preemptions: int = 0
     cached_prompt_tokens: int = 0  # prompt tokens found in the cache at its first admission
     draining: bool = False  # it left, but steps in flight still use its blocks
+    fetched: bool = False  # the disk was asked for its blocks since it was last admitted
     table: list[BlockRun] = field(default_factory=list[BlockRun])
     blocks: list[int] = field(default_factory=list[int])  # block ids of the table, in order
     windows: list[WindowTable] = field(default_factory=list[WindowTable])  # its blocks of each windowed class

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from edgepipe.backend.types import RowState, StateWrite, TierMove
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.host_tier import HostTier
+from edgepipe.scheduler.host_tier import HostTier, Tier
 from edgepipe.scheduler.kv import Key, KeyWatch
 from edgepipe.spec.memory_classes import StateSlots
 
@@ -134,14 +134,21 @@ class StateClass:
         self.watch.note(key)
         return True
 
-    def supported(self, keys: Seq[Key], hits: int, *, current: bool, below: bool = False) -> int:
+    def needed(self, keys: Seq[Key], hits: int) -> tuple[HostTier, list[Key]] | None:
+        """Return the key of the snapshot behind ``hits`` blocks if it is not on the device; None without tiers."""
+        if self.host is None:
+            return None
+        return self.host, [key for key in keys[hits - 1 : hits] if key not in self._by_key]
+
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool, down_to: Tier = Tier.DEVICE) -> int:
         """Return the most leading blocks, at most ``hits``, behind which the cache has a snapshot.
 
-        ``current``: one that is not stale. ``below``: or host memory has one.
+        ``current``: one that is not stale. ``down_to``: or a tier below the device has one,
+        down to this.
         """
         best = 0
-        if below and self.host is not None:
-            best = next((place for place in range(hits, 0, -1) if keys[place - 1] in self.host), 0)
+        if down_to and self.host is not None:
+            best = next((place for place in range(hits, 0, -1) if self.host.has(keys[place - 1], down_to)), 0)
         for slot, (key, place) in self._snapshots.items():
             if best < place <= hits and keys[place - 1] == key and self._by_key.get(key) == slot:
                 best = best if current and slot in self._stale else place

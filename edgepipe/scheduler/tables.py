@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from edgepipe.backend.types import BlockCopy, TierMove
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.host_tier import HostTier
+from edgepipe.scheduler.disk_places import DiskPlaces
+from edgepipe.scheduler.disk_works import DiskWorks
+from edgepipe.scheduler.host_tier import HostTier, Tier
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
@@ -23,8 +26,14 @@ class BlockTables:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._moves: list[TierMove] = []  # between the device and host memory, for the next step
-        places = enumerate(limits.host_places)
-        hosts = [HostTier(number, count, self._moves) for number, count in places] or [None] * len(limits.pool_sizes)
+        disks = [DiskPlaces(count) for count in limits.disk_places] or [None] * len(limits.host_places)
+        places = enumerate(zip(limits.host_places, disks, strict=True))
+        tiers = [HostTier(number, count, self._moves, disk=disk) for number, (count, disk) in places]
+        hosts = tiers or [None] * len(limits.pool_sizes)
+        self.disk: DiskWorks | None = None  # copies between host memory and the disk
+        if limits.disk_places:
+            rates = limits.host_rates
+            self.disk = DiskWorks(tiers, block_s=rates.token_s * limits.block_size if rates is not None else None)
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0])
         self._windows = [
             WindowClass(pool, KVPool(pool.num_blocks, contiguous=False, host=host))
@@ -85,12 +94,13 @@ class BlockTables:
             return host.carry_over(moves, unsettled) if host is not None else None
 
         kv, states = self._kv, self._states
-        return KeptPools(
+        pools = KeptPools(
             context=kv.carry_over(below(kv.host), unsettled),
             windows=tuple(each.kv.carry_over(below(each.kv.host), unsettled) for each in self._windows),
             states=states.carry_over(below(states.host), unsettled) if states is not None else None,
             moves=moves,
         )
+        return replace(pools, disk=self.disk.carry_over(pools.hosts)) if self.disk is not None else pools
 
     def take_over(self, pools: KeptPools) -> None:
         """Start with the previous epoch's pools. Raises ValueError if a number of blocks or slots differs."""
@@ -99,7 +109,7 @@ class BlockTables:
         self._kv = pools.context
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
         self._states = pools.states
-        self._moves = pools.moves
+        self._moves, self.disk = pools.moves, pools.disk
 
     def take_moves(self) -> tuple[TierMove, ...]:
         """Remove and return the moves that the next step performs, in order."""
@@ -108,6 +118,11 @@ class BlockTables:
         moves = tuple(self._moves)
         self._moves.clear()
         return moves
+
+    @property
+    def waiting_moves(self) -> Seq[TierMove]:
+        """Moves that the next step will carry."""
+        return self._moves
 
     @property
     def host(self) -> HostTier | None:
@@ -136,8 +151,54 @@ class BlockTables:
         return self._kv.coming_from(key)
 
     def take_settled(self) -> list[Key]:
-        """See ``KVPool.take_settled``."""
-        return self._kv.take_settled()
+        """See ``KVPool.take_settled``, and ``fetch`` for tickets."""
+        tickets = self.disk.take_settled() if self.disk is not None else []
+        return [*self._kv.take_settled(), *tickets]
+
+    def fetch(self, sequence: Sequence, *, running: int) -> Key | None:
+        """Begin to bring to host memory what only the disk has of the prompt, once before each admission.
+
+        Return a ticket that ``take_settled`` returns once it is there, or lost. Returns None if nothing comes: nothing
+        is there, computing it is faster, or the device has no room for the prompt now.
+        """
+        if self.disk is None or sequence.fetched:
+            return None
+        keys = self._reusable_keys(sequence)
+        here = self._supported(keys, self._num_known(keys, Tier.HOST), down_to=Tier.HOST)
+        hits = self._supported(keys, self._num_known(keys, Tier.DISK), down_to=Tier.DISK)
+        hits = self._fetchable(keys, hits)
+        if hits <= here:
+            return None
+        held = self._kv.held([block for key in keys[:hits] if (block := self._kv.block_of(key)) is not None])
+        if self.needs(sequence) - len(held) > self._kv.free_blocks - running - 1:
+            return None
+        sequence.fetched = True
+        needed = self._needed(keys, hits)
+        missing = [(tier, [key for key in own if key not in tier]) for tier, own in needed]
+        rates, saved = self._limits.host_rates, (hits - here) * self._limits.block_size
+        slots = 0 if self._states is None else 1
+        disk_s = self.disk.seconds(missing)
+        if rates is not None and not rates.pays(len(needed[0][1]), slots, saved_tokens=saved, disk_s=disk_s):
+            return None
+        return self.disk.fetch(needed)
+
+    def _needed(self, keys: Seq[Key], hits: int) -> list[tuple[HostTier, list[Key]]]:
+        """Return what a sequence behind ``hits`` blocks needs from below the device, by memory class."""
+        assert self._kv.host is not None
+        context = self._kv.host, [key for key in keys[:hits] if self._kv.block_of(key) is None]
+        classes = (*self._windows, *(() if self._states is None else (self._states,)))
+        return [context, *[found for each in classes if (found := each.needed(keys, hits)) is not None]]
+
+    def _fetchable(self, keys: Seq[Key], hits: int) -> int:
+        """Return the most leading blocks, at most ``hits``, of which host memory can hold what the device lacks."""
+        while hits:
+            (tier, context), *others = self._needed(keys, hits)
+            if any(len(own) > each.most_needed for each, own in others):
+                return 0
+            if len(context) <= tier.most_needed:
+                break
+            hits = self._supported(keys, keys.index(context[tier.most_needed]), down_to=Tier.DISK)
+        return hits
 
     def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool) -> bool:
         """Build tables for all known tokens: share or copy computed blocks, allocate the rest.
@@ -320,18 +381,19 @@ class BlockTables:
             known = known[:begin]
         return known, begin
 
-    def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False, below: bool = False) -> int:
+    def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False, down_to: Tier = Tier.DEVICE) -> int:
         """Return the most leading blocks, at most ``hits``, behind which every class has its window or state.
 
-        ``current``: leave out stale blocks of windows and stale states. ``below``: count what host memory has.
+        current  leave out stale blocks of windows and stale states
+        down_to  count what tiers below the device have, down to this
         """
         before = -1
         while hits != before:
             before = hits
             for each in self._windows:
-                hits = each.supported(keys, hits, current=current, below=below)
+                hits = each.supported(keys, hits, current=current, down_to=down_to)
             if self._states is not None:
-                hits = self._states.supported(keys, hits, current=current, below=below)
+                hits = self._states.supported(keys, hits, current=current, down_to=down_to)
         return hits
 
     def _restore(self, sequence: Sequence, count: int, left: int, *, beside: bool) -> bool:
@@ -343,7 +405,7 @@ class BlockTables:
         ``beside``: other sequences run, so that a step may bring only some of them. Returns False if more follow.
         """
         keys, rates = self._reusable_keys(sequence), self._limits.host_rates
-        hits = self._supported(keys, self._num_known(keys), below=True)
+        hits = self._supported(keys, self._num_known(keys, Tier.HOST), down_to=Tier.HOST)
         here = self._supported(keys, len(self._kv.find(keys)))
         if hits <= here:
             return True
@@ -356,7 +418,7 @@ class BlockTables:
             return True
         if self._limits.contiguous_kv:  # in one piece, which the sequence takes over as it is
             self._kv.gather(keys[:hits])
-            hits = self._supported(keys, min(hits, self._num_known(keys)), below=True)
+            hits = self._supported(keys, min(hits, self._num_known(keys, Tier.HOST)), down_to=Tier.HOST)
         elif beside and rates is not None and rates.most_blocks is not None and found.count(None) > rates.most_blocks:
             if not self._moves:
                 self._restore_context(sequence, keys[:hits], most=rates.most_blocks)
@@ -380,9 +442,9 @@ class BlockTables:
         self.restored_tokens += len(missing) * self._limits.block_size * found
         return found
 
-    def _num_known(self, keys: Seq[Key]) -> int:
-        """Count the leading keys that the cache or host memory has."""
-        return next((place for place, key in enumerate(keys) if not self._kv.is_known(key)), len(keys))
+    def _num_known(self, keys: Seq[Key], down_to: Tier) -> int:
+        """Count the leading keys that the cache has, or a tier below it down to this."""
+        return next((place for place, key in enumerate(keys) if not self._kv.is_known(key, down_to)), len(keys))
 
     def _first_without_room(
         self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool
@@ -440,6 +502,7 @@ class BlockTables:
         if self._states is not None:
             shared = self._kv.num_current(self._kv.find(self._reusable_keys(sequence)))
             self._states.admit(sequence, begin, len(known), shared=shared, snapshots=self._limits.prefix_cache)
+        sequence.fetched = False
         sequence.scheduled = begin * size
         sequence.replay_end = len(known) * size
         sequence.known_blocks = begin

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from edgepipe.backend.types import BlockRun
+from edgepipe.scheduler.host_tier import HostTier, Tier
 from edgepipe.scheduler.kv import Key, KVPool, as_runs
 from edgepipe.spec.memory_classes import WindowPool
 
@@ -59,12 +60,12 @@ class WindowClass:
         self.draining_blocks = 0  # blocks of sequences that left, while steps in flight use them
         self._limits = limits
 
-    def supported(self, keys: Seq[Key], hits: int, *, current: bool, below: bool = False) -> int:
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool, down_to: Tier = Tier.DEVICE) -> int:
         """Return the most leading blocks, at most ``hits``, behind which the cache still has the window.
 
-        ``current``: without stale blocks. ``below``: host memory may have a part of it.
+        ``current``: without stale blocks. ``down_to``: tiers below the device down to this may have a part of it.
         """
-        known = self.kv.is_known if below else partial(self._is_found, current=current)
+        known = partial(self.kv.is_known, down_to=down_to) if down_to else partial(self._is_found, current=current)
         while hits:
             places = range(hits - 1, self._first(hits) - 1, -1)
             missing = next((place for place in places if not known(keys[place])), None)
@@ -72,6 +73,12 @@ class WindowClass:
                 break
             hits = missing
         return hits
+
+    def needed(self, keys: Seq[Key], hits: int) -> tuple[HostTier, list[Key]] | None:
+        """Return the keys of the window behind ``hits`` blocks that are not on the device; None without tiers."""
+        if self.kv.host is None:
+            return None
+        return self.kv.host, [key for key in keys[self._first(hits) : hits] if self.kv.block_of(key) is None]
 
     def restore(self, keys: Seq[Key], hits: int) -> bool:
         """Bring the window behind ``hits`` blocks back from host memory. Return whether the cache has it then."""

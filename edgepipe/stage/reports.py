@@ -14,7 +14,7 @@ from edgepipe.link.serving import Replies
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
+from edgepipe.wire.plans import DiskCopied, HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
@@ -41,6 +41,10 @@ class Reports:
     def home_opened(self, epoch: Epoch) -> None:
         """Report that the stage that embeds takes this stage's tokens."""
         self._put(stage_pb2.StageReport(home_opened=stage_pb2.HomeOpened(epoch=epoch_to_wire(epoch))))
+
+    def disk(self, copied: DiskCopied) -> None:
+        """Report what became of copies between host memory and the disk."""
+        self._put(stage_pb2.StageReport(disk=to_wire(copied, stage_pb2.DiskCopied)))
 
     def done(self, done: StepDone) -> None:
         """Report a retired step."""

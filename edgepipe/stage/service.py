@@ -14,7 +14,15 @@ from edgepipe.link.serving import Replies, RingStream
 from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, check_hello, hello_from_wire
-from edgepipe.wire.plans import OpenRing, PipelineSpec, Registrations, StepPlan, commands_from_wire, spec_from_wire
+from edgepipe.wire.plans import (
+    DiskCopies,
+    OpenRing,
+    PipelineSpec,
+    Registrations,
+    StepPlan,
+    commands_from_wire,
+    spec_from_wire,
+)
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 
@@ -30,7 +38,10 @@ class Commands:
         self._messages = messages
 
     async def feed(
-        self, take: Callable[[Sequence[StepPlan | Registrations]], None], *, refuse: Callable[[Exception], None]
+        self,
+        take: Callable[[Sequence[StepPlan | Registrations | DiskCopies]], None],
+        *,
+        refuse: Callable[[Exception], None],
     ) -> None:
         """Pass each message's commands to ``take``, and the error of one that cannot be read to ``refuse``."""
         async for message in self._messages:

@@ -7,15 +7,17 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from edgepipe.backend.protocol import Backend, DraftingBackend, ExplainingBackend
+from edgepipe.backend.protocol import Backend, DiskBackend, DraftingBackend, ExplainingBackend
 from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, SlowPath, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import (
     ConnectTimeout,
+    NoFeasiblePlacement,
     PeerClosed,
     RemoteProtocolError,
     ShardMismatch,
@@ -38,6 +40,7 @@ from edgepipe.spec.memory_classes import MemoryClasses, WindowPool, memory_class
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
+from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.draft_child import DraftLaunch
 from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
@@ -93,7 +96,7 @@ class Stage:
     Without ``compute`` it makes its own thread. Pass one if the backend must be created on that thread:
     ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates a network for data that leaves
     this node. ``open_tokenizer`` reads the served model's tokenizer, for grammars. ``grammar_trial`` replaces the trial
-    in a child process.
+    in a child process. ``disk_folder`` takes the files of KV that leaves host memory; it is made when one is needed.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Stage:
         dial: MakeLink | None = None,
         network: Network | None = None,
         open_s: float = OPEN_S,
+        disk_folder: Path | None = None,
         name: str = "",
     ) -> None:
         self._compute = compute or ComputeThread(clock=clock)
@@ -137,14 +141,15 @@ class Stage:
         self._profile: DeviceProfile | None = None  # the device's profile, measured before the first load
         self._shard: LoadedShard | None = None
         self._draft_model: DraftProcess | None = None  # beside the head
-        # Allocated blocks, tokens per block and slots; blocks of each window; places in host memory.
-        self._kv: tuple[tuple[int, ...], ...] = ()
+        self._kv: tuple[tuple[int, ...], ...] = ()  # what is allocated, see ``_sizes``
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
         self._kv_since: Epoch | None = None  # the KV holds all that this engine wrote since then
         self._pipeline: PipelineId | None = None
         self._promised: Epoch | None = None  # highest epoch seen of that pipeline
         self._ended: Epoch | None = None  # the promised epoch, if it has ended
         self._current: StageEpoch | None = None
+        self._disk_folder = disk_folder
+        self._disk: DiskTier | None = None
         self._open_s = open_s
         self._handlers: set[asyncio.Task[Any]] = set()  # tasks that handle streams
         self._closed = False
@@ -175,6 +180,10 @@ class Stage:
         def tell(done: LoadProgress) -> None:
             loop.call_soon_threadsafe(progress, done)
 
+        if settings.kv_disk and not isinstance(self._backend, DiskBackend):
+            raise NoFeasiblePlacement(
+                "this stage's backend keeps no KV on disk", fact=self._tools.stage, next_step="serve without --kv-disk"
+            )
         self._shard, self._kv = None, ()
         await self._end_draft_model()
         shard = self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, settings))
@@ -234,6 +243,8 @@ class Stage:
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=CLOSE_S)
         await self._end_draft_model()
+        if self._disk is not None:
+            await self._disk.close()
         await self._compute.call(self._backend.close)
         await self._compute.close()
         self._tools.samplers.close()
@@ -327,7 +338,16 @@ class Stage:
         self._security.set_neighbours(previous)
         async with self._opening:
             self._still_promised(spec)
+            new, writer = self._kv != _sizes(spec), self._kv_writer
+            if new and self._disk is not None:
+                await self._disk.close()
+                self._disk = None
             kv_since = await self._compute.call(lambda: self._allocate(spec))
+            self._still_promised(spec)
+            if new and spec.disk_places:
+                self._disk = self._new_disk(spec)
+            elif self._disk is not None and writer != self._kv_writer:
+                self._disk.forget()
             self._still_promised(spec)
             self._current = StageEpoch(
                 spec,
@@ -337,9 +357,22 @@ class Stage:
                 windows=_windows(shard, spec),
                 mtp_slice=shard.mtp_slice,
                 draft_model=self._draft_model,
+                disk=self._disk,
             )
             self._tell_change()
         return self._current
+
+    def _new_disk(self, spec: PipelineSpec) -> DiskTier:
+        """Open a file below the host memory that is allocated. Raises StageError without what it needs."""
+        if not isinstance(self._backend, DiskBackend) or self._disk_folder is None:
+            raise StageError("this stage keeps no KV on disk", next_step="serve without --kv-disk")
+        return DiskTier(
+            self._backend,
+            self._disk_folder,
+            host_places=spec.host_places,
+            disk_places=spec.disk_places,
+            clock=self._tools.clock,
+        )
 
     def _check(self, spec: PipelineSpec) -> LoadedShard:
         """Return the loaded shard if it matches the pipeline. Raises ShardMismatch, RemoteProtocolError."""
@@ -373,6 +406,11 @@ class Stage:
             raise RemoteProtocolError(
                 "the pipeline cannot be opened: it names host memory of other memory classes than the model has",
                 fact=f"it names {len(spec.host_places)}, the model has {places}",
+            )
+        if spec.disk_places and len(spec.disk_places) != len(spec.host_places):
+            raise RemoteProtocolError(
+                "the pipeline cannot be opened: it names other memory classes on disk than in host memory",
+                fact=f"{len(spec.disk_places)}, not {len(spec.host_places)}",
             )
         return shard
 
@@ -408,7 +446,7 @@ class Stage:
         Returns the epoch since which the KV holds all that the engine's steps wrote. Another engine's KV stays in
         place: no step reads it, since rows write before they attend.
         """
-        needed = ((spec.num_blocks, spec.block_size, spec.state_slots), spec.window_blocks, spec.host_places)
+        needed = _sizes(spec)
         writer = (spec.pipeline_id, spec.epoch.engine_id)
         if self._kv != needed:
             self._kv, self._kv_since = (), None
@@ -474,6 +512,12 @@ class Stage:
 
 def _windows(shard: LoadedShard, spec: PipelineSpec) -> tuple[WindowPool, ...]:
     return shard.classes.opened(spec.window_blocks, block_size=spec.block_size)
+
+
+def _sizes(spec: PipelineSpec) -> tuple[tuple[int, ...], ...]:
+    """Return what a stage allocates: other numbers empty its KV."""
+    own = (spec.num_blocks, spec.block_size, spec.state_slots)
+    return own, spec.window_blocks, spec.host_places, spec.disk_places
 
 
 def _stale(epoch: Epoch, promised: Epoch) -> StaleEpoch:

@@ -29,6 +29,7 @@ from edgepipe.sampling.lookup import LookupDrafter
 from edgepipe.spec.facts import Slice
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.draft_process import Guesser
 from edgepipe.stage.drafting import LookupFirst, ModelDrafter, SequenceDrafter
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
@@ -44,6 +45,7 @@ from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.plans import (
+    DiskCopies,
     HomeTokens,
     LinkSample,
     OpenRing,
@@ -121,11 +123,13 @@ class StageEpoch:
         windows: Sequence[WindowPool] = (),
         mtp_slice: int | None = None,
         draft_model: Guesser | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """
         kv_since     the epoch since which the KV holds all that this engine's steps wrote
         mtp_slice    slice with a layer that predicts one token more; None: no slice here has one
         draft_model  a second model that drafts; None: without one
+        disk         below host memory; None: without one
         """
         self.spec = spec
         self._model = model
@@ -133,6 +137,9 @@ class StageEpoch:
         self._kv_since = kv_since
         self._mtp_slice = mtp_slice
         self._draft_model = draft_model
+        self._disk = disk
+        if disk is not None:
+            disk.begin_epoch()
         self.over = False
         self._paused = False
         self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
@@ -234,6 +241,8 @@ class StageEpoch:
 
     def end(self) -> None:
         """Drop all steps that are not computed yet. Another epoch may use the KV after the steps in the thread."""
+        if self._disk is not None and not self.over:  # a second call may come when the next epoch has begun
+            self._disk.begin_epoch()
         self.over = True
         self._crash.cancel()
         if self._home is not None:
@@ -415,13 +424,15 @@ class StageEpoch:
             await sender.connected()
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
 
-    def _obey(self, commands: Sequence[StepPlan | Registrations]) -> None:
+    def _obey(self, commands: Sequence[StepPlan | Registrations | DiskCopies]) -> None:
         if self.over:
             return
         try:
             for command in commands:
                 if isinstance(command, StepPlan):
                     self._plan(command)
+                elif isinstance(command, DiskCopies):
+                    self._copy(command)
                 else:
                     self._register(command)
             self._pump()
@@ -430,6 +441,23 @@ class StageEpoch:
 
     def _cannot_obey(self, error: Exception) -> None:
         self.fault(_as_fault(error, "a plan could not be prepared"))
+
+    def _copy(self, copies: DiskCopies) -> None:
+        if copies.epoch != self.spec.epoch:
+            self._tools.counters.strays += 1
+            return
+        if self._disk is None:
+            raise RemoteProtocolError("the engine names places on disk, and this stage has none")
+        self._tasks.create_task(self._perform(self._disk, copies), name="stage-disk")
+
+    async def _perform(self, disk: DiskTier, copies: DiskCopies) -> None:
+        try:
+            copied = await disk.perform(copies)
+        except RemoteProtocolError as exc:
+            self._cannot_obey(exc)
+            return
+        if not self.over:
+            self._reports.disk(copied)
 
     def _register(self, registrations: Registrations) -> None:
         if registrations.epoch != self.spec.epoch:

@@ -45,6 +45,7 @@ class Prepared:
     address: str = ""  # HOST:PORT of the stage
     max_blocks: int = 0  # KV blocks that fit into the reservation
     max_host_blocks: int = 0  # KV blocks that fit into the reservation of host memory
+    max_disk_blocks: int = 0  # KV blocks that fit into what ``StageSettings.kv_disk`` asks for
     kv_block_bytes: int = 0  # bytes of one block in all layers
     window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
     weight_bytes: int = 0

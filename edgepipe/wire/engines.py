@@ -149,6 +149,10 @@ class EngineState:
     host_blocks: int = 0  # KV blocks that host memory has room for, on every stage; 0: no idle KV goes there
     used_host_blocks: int = 0
     restored_tokens: int = 0  # count since the epoch began: tokens whose KV came back from host memory
+    disk_blocks: int = 0  # KV blocks that the disk has room for, on every stage; 0: no idle KV goes there
+    used_disk_blocks: int = 0
+    fetched_tokens: int = 0  # count since the epoch began: tokens whose KV came from disk to host memory
+    disk_problem: str = ""  # why the disk is used no more; empty: it is
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()

@@ -50,6 +50,7 @@ class PipelineSpec:
     window_blocks: tuple[int, ...] = ()  # blocks of each windowed memory class; empty: all layers keep the context
     state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
     host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
+    disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: no such disk
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
@@ -226,6 +227,29 @@ class HomeOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCopies:
+    """Copies of blocks or states of one memory class between host memory and the disk."""
+
+    epoch: Epoch
+    number: int  # from 1
+    memory_class: int  # as ``TierMove.number``
+    out: bool  # to disk; else to host memory
+    host_places: tuple[int, ...]
+    disk_places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCopied:
+    """A stage's answer to ``DiskCopies``."""
+
+    epoch: Epoch
+    number: int
+    failed: tuple[int, ...] = ()  # copies that were not made, by their place in the columns
+    took_us: int = 0  # 0: not known
+    problem: str = ""  # why the stage uses its disk no more; empty: it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HomeTokens:
     """Tokens that came to the stage that embeds, for the steps after this one."""
 
@@ -256,7 +280,9 @@ def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
     return from_wire(message, PipelineSpec)
 
 
-def commands_from_wire(message: stage_pb2.ControlMessage) -> list[StepPlan] | list[Registrations]:
+def commands_from_wire(
+    message: stage_pb2.ControlMessage,
+) -> list[StepPlan] | list[Registrations] | list[DiskCopies]:
     """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
     if message.HasField("plan"):
         if len(message.next_plans) >= MAX_PLANS:
@@ -266,6 +292,8 @@ def commands_from_wire(message: stage_pb2.ControlMessage) -> list[StepPlan] | li
         return [plan_from_wire(message.plan), *map(plan_from_wire, message.next_plans)]
     if message.HasField("register"):
         return [registrations_from_wire(message.register)]
+    if message.HasField("disk"):
+        return [from_wire(message.disk, DiskCopies)]
     raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
 
 

@@ -39,6 +39,7 @@ class ChildSettings:
     files_dir: str = ""  # gateways: folder of files and batches
     files_limit_bytes: int = 0  # gateways: disk for them
     files_days: int = 30  # gateways: days until a file is deleted
+    tier_dir: str = ""  # stages: folder of the files of KV that leaves host memory; empty: none
     backend: str = ""  # stages
     mark: int = -1  # stages: descriptor of the file that holds the step being computed
     device: str = "auto"

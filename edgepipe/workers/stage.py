@@ -94,6 +94,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 compute=compute,
                 network=network,
                 open_tokenizer=partial(_read_tokenizer, Path(command.path)),
+                disk_folder=Path(settings.tier_dir) if settings.tier_dir else None,
                 name=f"stage on {profile.name}",
             )
             stage.add_to(server)

@@ -110,6 +110,25 @@ async def test_two_hundred_thousand_tokens_over_host_memory_are_right(name: str,
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("name", TIERS)
+async def test_two_hundred_thousand_tokens_over_host_memory_and_disk_are_right(name: str, contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=12,
+        tokens=200_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=8,
+        max_blocks=100,
+        max_host_blocks=60,
+        max_disk_blocks=800,
+        config=TIERS[name],
+        losses=16,
+    )
+    assert load.fetched_tokens > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_a_quarter_of_a_million_tokens_of_recurrent_layers_are_right(contiguous_kv: bool) -> None:
     load = await run_load(
         seed=8,

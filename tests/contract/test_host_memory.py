@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from edgepipe.backend.protocol import DiskBackend
 from edgepipe.backend.types import BlockRun, RowState, StateWrite, StepRow, TierMove, WindowRuns
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.testing.tiny_model import tiny_config
@@ -68,6 +69,54 @@ def test_a_conversation_goes_on_in_other_blocks_after_host_memory(maker: Maker, 
     leaving = replace(make_step([row(0, 24, 0, read=None, write=0, sequence=2)], step=2), moves=moves(0, 0, out=True))
     run_step(backend, leaving, token_ids(OTHERS))
     coming = replace(make_step([row(KNOWN, 4, blocks, read=1, write=1)], step=3), moves=moves(blocks, 1, out=False))
+    maker.assert_same(run_step(backend, coming, rest), expected)
+
+
+def test_a_place_s_bytes_are_all_of_its_block_and_its_state(maker: Maker, model: ModelConfig) -> None:
+    """A disk below host memory reads them, and writes them elsewhere."""
+    backend = maker.loaded(model)
+    if not isinstance(backend, DiskBackend):
+        pytest.skip("this backend has no disk below host memory")
+    size = maker.block_size
+    has_windows, has_states = any(layer.window for layer in model.layers), bool(model.state_bytes())
+    blocks = -(-len(TOKENS) // size)
+    numbers = range(1 + has_windows + has_states)
+    backend.allocate_kv(
+        num_blocks=2 * blocks,
+        block_size=size,
+        window_blocks=(2 * blocks - 1,) if has_windows else (),
+        state_slots=2 if has_states else 0,
+        host_places=(2 * blocks,) * len(numbers),
+    )
+
+    def row(position: int, count: int, *, read: int | None) -> StepRow:
+        made = step_row(position, count, (0, blocks))
+        if has_windows:
+            made = replace(made, windows=(WindowRuns(0, (BlockRun(0, blocks),)),))
+        return replace(made, state=RowState(read, (StateWrite(count, 0),))) if has_states else made
+
+    def moves(first: int, *, out: bool) -> tuple[TierMove, ...]:
+        places = [(number, index) for number in numbers for index in range(blocks)]
+        is_state = has_states * (len(numbers) - 1)
+        return tuple(
+            TierMove(number, index, first + index, out)
+            for number, index in places
+            if not index or not (has_states and number == is_state)
+        )
+
+    prompt, rest = token_ids(TOKENS[:KNOWN]), token_ids(TOKENS[KNOWN:])
+    run_step(backend, make_step([row(0, KNOWN, read=None)]), prompt)
+    going = make_step([row(KNOWN, 4, read=0)], step=2)
+    expected = run_step(backend, replace(going, moves=moves(0, out=True)), rest)
+    for number in numbers:
+        for index in range(blocks):
+            places = (backend.host_place(number, index), backend.host_place(number, blocks + index))
+            for source, target in zip(*places, strict=True):
+                assert (source.format, source.ndim) == ("B", 1)
+                target[:] = bytes(source)
+    others = token_ids(OTHERS[:KNOWN])
+    run_step(backend, make_step([row(0, KNOWN, read=None)], step=3), others)
+    coming = replace(make_step([row(KNOWN, 4, read=0)], step=4), moves=moves(blocks, out=False))
     maker.assert_same(run_step(backend, coming, rest), expected)
 
 

@@ -50,3 +50,36 @@ async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_mod
     assert again[1] > 200
     assert again[0] == first[0]
     assert "edgepipe_kv_host_blocks" in metrics
+
+
+async def test_a_chat_that_left_ram_for_the_disk_goes_on_with_the_same_answer(demo_model: StoredModel) -> None:
+    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
+    plan = LocalCluster(
+        cluster=f"kv-disk-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
+    )
+    async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
+        assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
+        request = serve_request(
+            "demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="20MB", kv_disk="400MB", draft="off"
+        )
+        engine = await serve_with_progress(admin, request)
+        assert engine.disk_blocks > 10 * engine.host_blocks
+        port = started[1].http_port
+        await until_answers(port)
+        answers: list[tuple[str, int]] = []
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            for number in (1, 2, 3, 4, 5, 6, 1):
+                body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
+                response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                found = response.json()
+                answers.append((found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]))
+            metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        folders = [node.data_dir / "kv" for node in started]
+        assert [(folder.stat().st_mode & 0o777, list(folder.iterdir())) for folder in folders] == [(0o700, [])] * 2
+    assert [known for _, known in answers[:-1]] == [0] * 6
+    assert answers[-1][1] > 200
+    assert answers[-1][0] == answers[0][0]
+    counts = [line for line in metrics.splitlines() if line.startswith("edgepipe_kv_disk_fetched_tokens")]
+    assert counts
+    assert float(counts[0].split()[-1]) > 200

@@ -29,6 +29,7 @@ SETTINGS = StageSettings(
     block_size=BLOCK_SIZE,  # chosen by the nodes
     most_slots=9,
     kv_ram="1000000",
+    kv_disk="2000000",
     draft_model="other",
     draft_hash="abc",
 )

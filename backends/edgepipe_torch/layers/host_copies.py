@@ -32,6 +32,11 @@ class HostCopies:
             host = torch.empty((host_places[each.number], *shape), dtype=each.tensor.dtype)
             self._stored.setdefault(each.number, []).append((each, host))
 
+    def place(self, number: int, kept: int) -> list[memoryview]:
+        """Return the bytes of a place, see ``DiskBackend.host_place``."""
+        hosts = [host for _, host in self._stored.get(number, ())]
+        return [host[kept].reshape(-1).view(torch.uint8).numpy().data for host in hosts]
+
     def move(self, moves: Sequence[TierMove]) -> None:
         """Perform the moves, one after another."""
         for move in moves:

@@ -274,6 +274,11 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
     if engine.host_blocks:
         used, room = (count * engine.block_size for count in (engine.used_host_blocks, engine.host_blocks))
         lines.append(f"KV in RAM: {used:,} of {room:,} tokens; {engine.restored_tokens:,} came back")
+    if engine.disk_problem:
+        lines.append(f"KV on disk: switched off; {engine.disk_problem}")
+    elif engine.disk_blocks:
+        used, room = (count * engine.block_size for count in (engine.used_disk_blocks, engine.disk_blocks))
+        lines.append(f"KV on disk: {used:,} of {room:,} tokens; {engine.fetched_tokens:,} came back")
     if engine.preemptions:
         lines.append(f"Preempted {_times(engine.preemptions)}: the KV cache is short")
     if engine.missed_snapshots:

@@ -85,10 +85,12 @@ class DeviceHost:
         local: PublishedState,
         layers: LayerProfiles,
         memory_kills: Callable[[], int | None] = num_memory_kills,
+        disk_free: Callable[[], int] = lambda: 0,
         settled_s: float = SETTLED_S,
         ask_again_s: float = _ASK_AGAIN_MIN_S,
     ) -> None:
         """``memory_kills``: how many processes the system has killed for lack of memory; None if it does not say.
+        ``disk_free``: bytes that are free where stages keep KV that leaves host memory.
         ``settled_s``: pause before another spare starts. ``ask_again_s``: first pause between questions to an engine.
         """
         self._ask_again_s = ask_again_s
@@ -101,7 +103,9 @@ class DeviceHost:
         self._tasks = tasks
         self._directory = directory
         self._local = local
-        self._memory = DeviceMemory(node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills)
+        self._memory = DeviceMemory(
+            node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills, disk_free=disk_free
+        )
         self._spare = SpareStage(
             node_name=node_name,
             backend=backend,
@@ -426,11 +430,13 @@ class DeviceHost:
             block_size=block_size,
         )
         tier_bytes = self._memory.tier_bytes(request.pipeline_id)
+        disk_bytes = int(request.settings.kv_disk or 0)
         wanted, most_slots = -(-request.kv_tokens // block_size), request.settings.most_slots
         return Prepared(
             address=with_port(child.settings.host, child.port),
             max_blocks=most_blocks(room_bytes=held.kv_bytes, wanted=wanted, most_slots=most_slots) or 1,
             max_host_blocks=most_blocks(room_bytes=tier_bytes, wanted=_MOST_HOST_BLOCKS),
+            max_disk_blocks=most_blocks(room_bytes=disk_bytes, wanted=_MOST_HOST_BLOCKS),
             kv_block_bytes=loaded.kv_block_bytes,
             window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,

@@ -32,8 +32,19 @@ _SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA con
 class DeviceMemory:
     """The memory of one device; empty until the device has been measured."""
 
-    def __init__(self, *, node_name: str, limit_bytes: int, kills: Callable[[], int | None]) -> None:
-        """``kills``: how many processes the system has killed for lack of memory; None if it does not say."""
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        limit_bytes: int,
+        kills: Callable[[], int | None],
+        disk_free: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """
+        kills      how many processes the system has killed for lack of memory; None if it does not say
+        disk_free  bytes that are free for KV that leaves host memory
+        """
+        self._disk_free = disk_free
         self._node_name = node_name
         self._limit_bytes = limit_bytes
         self._kills = kills
@@ -94,6 +105,7 @@ class DeviceMemory:
         in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in slices)
         self._check_ram(request.pipeline_id, in_ram)
         beside, on_host = self._tier(request, in_ram)
+        self._check_disk(request, beside + on_host)
         kv_token_bytes = -(-stage_kv // max(1, request.kv_tokens))  # windows keep fewer: a mean
         held = self._ledger.reserve(
             request.pipeline_id,
@@ -132,6 +144,29 @@ class DeviceMemory:
                 node=self._node_name,
             )
         return int(wanted), 0
+
+    def _check_disk(self, request: PrepareRequest, tier_bytes: int) -> None:
+        """Raise NoFeasiblePlacement if the disk has no room for idle KV, or if no host memory is above it."""
+        wanted = request.settings.kv_disk
+        if wanted and not wanted.isdecimal():
+            raise PlanInvalid(f"'{wanted}' is no size on disk", fact="it is a number of bytes")
+        if not wanted:
+            return
+        if not tier_bytes:
+            raise NoFeasiblePlacement(
+                f"node {self._node_name} has no RAM for conversations on their way to disk",
+                fact="--kv-ram auto takes none where the device's memory is the machine's",
+                next_step="give --kv-ram a size, such as 4GB",
+                node=self._node_name,
+            )
+        free = self._disk_free()
+        if int(wanted) > free:
+            raise NoFeasiblePlacement(
+                f"node {self._node_name} lacks disk for idle conversations",
+                fact=f"--kv-disk asks for {format_bytes(int(wanted))}, {format_bytes(free)} are free",
+                next_step=f"give --kv-disk {free // 10**6}MB or less",
+                node=self._node_name,
+            )
 
     def tier_bytes(self, pipeline_id: str) -> int:
         """Return the host memory reserved for a pipeline's idle KV."""

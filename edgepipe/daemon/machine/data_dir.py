@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 from edgepipe.clock import Clock
@@ -28,6 +29,11 @@ def log_path(data_dir: Path) -> Path:
     return data_dir / "node.log"
 
 
+def tier_dir(data_dir: Path) -> Path:
+    """Return the folder in which stages open files of KV that leaves host memory. The files have no names."""
+    return data_dir / "kv"
+
+
 class DataDir:
     """The opened and locked directory. ``close`` unlocks it and removes files that only a running node needs."""
 
@@ -40,6 +46,7 @@ class DataDir:
         self.socket = socket_path(path)
         make_private_folder(self.socket.parent)
         self.socket.unlink(missing_ok=True)  # left by a daemon that was killed
+        shutil.rmtree(tier_dir(path), ignore_errors=True)  # files of stages that were killed while they opened them
 
     def _acquire(self) -> int:
         file = os.open(self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

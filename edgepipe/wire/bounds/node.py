@@ -81,6 +81,7 @@ _CALLS: Tables = {
         "slow_paths": FEW,
         "window_block_bytes": Most(64, BYTES),
         "max_host_blocks": BLOCKS,
+        "max_disk_blocks": BLOCKS,
         "crashed_epoch": COUNT,
         "crashed_step": COUNT,
     },

@@ -23,6 +23,8 @@ _TABLE = Checked("edgepipe.stage.sequences:SequenceTable.apply")
 _COLUMNS = Checked("edgepipe.wire.plans:plan_from_wire")
 _FRAME = Checked("edgepipe.link.receiver:RingReceiver.frame")
 _CREDIT = Checked("edgepipe.link.outbox:Outbox.grant")
+_DISK = Checked("edgepipe.stage.disk_tier:check_copies")
+_DISK_ANSWER = Checked("edgepipe.engine.disk_answers:DiskAnswers.note")
 _DONE = Checked("edgepipe.engine.pump:Pump.on_report")
 _REGISTRATION = Checked("edgepipe.wire.intake:registration_fault")
 _HOUR_US = 3_600_000_000  # far beyond every deadline of a step
@@ -43,6 +45,7 @@ STAGE: Tables = {
         "window_blocks": Most(64, BLOCKS),
         "state_slots": BLOCKS,
         "host_places": Most(66, BLOCKS),
+        "disk_places": Most(66, BLOCKS),
     },
     "Plan": {
         "step": COUNT,
@@ -70,6 +73,7 @@ STAGE: Tables = {
         "move_kept": _TABLE,
         "move_out": _COLUMNS,
     },
+    "DiskCopies": {"number": COUNT, "memory_class": _DISK, "host_places": _DISK, "disk_places": _DISK},
     "WindowBlocks": {"row": _COLUMNS, "place": _TABLE, "start": _TABLE, "count": _TABLE},
     "Registrations": {"sequences": Checked("edgepipe.stage.sequences:SequenceTable.tell")},
     "Register": {
@@ -119,6 +123,7 @@ STAGE: Tables = {
         "draft_sources": _DONE,
         "num_drafts": Checked("edgepipe.wire.plans:done_from_wire"),
     },
+    "DiskCopied": {"number": _DISK_ANSWER, "failed": _DISK_ANSWER, "took_us": COUNT},
     "SampleFailure": {"index": _DONE},
     "SampledLogprobs": {"index": _DONE},
     "PromptLogprobs": {

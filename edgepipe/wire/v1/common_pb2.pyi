@@ -338,6 +338,7 @@ class StageSettings(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MOST_SLOTS_FIELD_NUMBER: _builtins.int
     KV_RAM_FIELD_NUMBER: _builtins.int
+    KV_DISK_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     DRAFT_HASH_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
@@ -353,6 +354,8 @@ class StageSettings(_message.Message):
     """of recurrent layers' states; 0: no bound"""
     kv_ram: _builtins.str
     """host memory for idle KV: bytes, or "auto"; empty: none"""
+    kv_disk: _builtins.str
+    """disk of each stage below kv_ram: bytes; empty: none"""
     draft_model: _builtins.str
     """name of a model that drafts beside the stage with the head; empty: none"""
     draft_hash: _builtins.str
@@ -367,12 +370,13 @@ class StageSettings(_message.Message):
         block_size: _builtins.int = ...,
         most_slots: _builtins.int = ...,
         kv_ram: _builtins.str = ...,
+        kv_disk: _builtins.str = ...,
         draft_model: _builtins.str = ...,
         draft_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "draft_hash", b"draft_hash", "draft_model", b"draft_model", "dtype", b"dtype", "kv", b"kv", "kv_ram", b"kv_ram", "most_slots", b"most_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "draft_hash", b"draft_hash", "draft_model", b"draft_model", "dtype", b"dtype", "kv", b"kv", "kv_disk", b"kv_disk", "kv_ram", b"kv_ram", "most_slots", b"most_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -598,6 +598,7 @@ class Prepared(_message.Message):
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     MAX_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -609,6 +610,8 @@ class Prepared(_message.Message):
     weight_bytes: _builtins.int
     max_host_blocks: _builtins.int
     """KV blocks that fit into the reservation of host memory"""
+    max_disk_blocks: _builtins.int
+    """KV blocks that fit into what settings.kv_disk asks for"""
     certificate: _builtins.bytes
     """of the stage"""
     crashed_epoch: _builtins.int
@@ -643,13 +646,14 @@ class Prepared(_message.Message):
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
         settings: _common_pb2.StageSettings | None = ...,
         max_host_blocks: _builtins.int = ...,
+        max_disk_blocks: _builtins.int = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "max_host_blocks", b"max_host_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "max_disk_blocks", b"max_disk_blocks", "max_host_blocks", b"max_host_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,7 @@ class ControlMessage(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     NEXT_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPipeline:
@@ -38,6 +39,8 @@ class ControlMessage(_message.Message):
         """ahead of the plans that begin the sequences"""
 
     @_builtins.property
+    def disk(self) -> Global___DiskCopies: ...
+    @_builtins.property
     def next_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
         """With a plan: those of the steps behind it, in order. They are planned ahead, so few messages bring many of them."""
 
@@ -47,13 +50,14 @@ class ControlMessage(_message.Message):
         open: Global___OpenPipeline | None = ...,
         plan: Global___Plan | None = ...,
         register: Global___Registrations | None = ...,
+        disk: Global___DiskCopies | None = ...,
         next_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register", "disk"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -80,6 +84,7 @@ class OpenPipeline(_message.Message):
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
     HOST_PLACES_FIELD_NUMBER: _builtins.int
+    DISK_PLACES_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
@@ -114,6 +119,10 @@ class OpenPipeline(_message.Message):
         """Host memory below the device: blocks of each memory class, and slots of states if there are any; none: no such memory."""
 
     @_builtins.property
+    def disk_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """on disk below host memory, of the same classes; none: no such disk"""
+
+    @_builtins.property
     def next(self) -> Global___RingNeighbour:
         """the stage at next_address"""
 
@@ -139,12 +148,13 @@ class OpenPipeline(_message.Message):
         window_blocks: _abc.Iterable[_builtins.int] | None = ...,
         state_slots: _builtins.int = ...,
         host_places: _abc.Iterable[_builtins.int] | None = ...,
+        disk_places: _abc.Iterable[_builtins.int] | None = ...,
         next: Global___RingNeighbour | None = ...,
         previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "host_places", b"host_places", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "disk_places", b"disk_places", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "host_places", b"host_places", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,6 +347,50 @@ class Plan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class DiskCopies(_message.Message):
+    """Copies of blocks or states between host memory and the disk, in columns. A stage performs them beside its steps, in the
+    order of their numbers, and answers each message with a DiskCopied.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MEMORY_CLASS_FIELD_NUMBER: _builtins.int
+    OUT_FIELD_NUMBER: _builtins.int
+    HOST_PLACES_FIELD_NUMBER: _builtins.int
+    DISK_PLACES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """counts from 1"""
+    memory_class: _builtins.int
+    """behind the last one: slots of states"""
+    out: _builtins.bool
+    """to disk; else to host memory"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def host_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def disk_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        number: _builtins.int = ...,
+        memory_class: _builtins.int = ...,
+        out: _builtins.bool = ...,
+        host_places: _abc.Iterable[_builtins.int] | None = ...,
+        disk_places: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_places", b"disk_places", "epoch", b"epoch", "host_places", b"host_places", "memory_class", b"memory_class", "number", b"number", "out", b"out"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskCopies: _TypeAlias = DiskCopies  # noqa: Y015
 
 @_typing.final
 class WindowBlocks(_message.Message):
@@ -703,6 +757,7 @@ class StageReport(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     HOME_OPENED_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
     DEVICE_FAILED_FIELD_NUMBER: _builtins.int
@@ -724,6 +779,8 @@ class StageReport(_message.Message):
 
     @_builtins.property
     def home_opened(self) -> Global___HomeOpened: ...
+    @_builtins.property
+    def disk(self) -> Global___DiskCopied: ...
     def __init__(
         self,
         *,
@@ -732,15 +789,16 @@ class StageReport(_message.Message):
         timings: Global___StageTimings | None = ...,
         fault: _common_pb2.Error | None = ...,
         home_opened: Global___HomeOpened | None = ...,
+        disk: Global___DiskCopied | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
         device_failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "home_opened", b"home_opened", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -795,6 +853,45 @@ class HomeOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HomeOpened: _TypeAlias = HomeOpened  # noqa: Y015
+
+@_typing.final
+class DiskCopied(_message.Message):
+    """The answer to DiskCopies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    TOOK_US_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    took_us: _builtins.int
+    """0: not known"""
+    problem: _builtins.str
+    """why this stage uses its disk no more; empty: it does"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """copies that were not made, by their place in the columns"""
+
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        number: _builtins.int = ...,
+        failed: _abc.Iterable[_builtins.int] | None = ...,
+        took_us: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failed", b"failed", "number", b"number", "problem", b"problem", "took_us", b"took_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskCopied: _TypeAlias = DiskCopied  # noqa: Y015
 
 @_typing.final
 class StepDone(_message.Message):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from edgepipe_emulated import emulated_model_config
 from google.protobuf.message import Message
 
+from edgepipe.backend.types import TierMove
 from edgepipe.clock import Clock
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, StepNews
@@ -29,13 +30,16 @@ from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId, Sequenc
 from edgepipe.link.outbox import Outbox
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
-from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
+from edgepipe.scheduler import DiskWork, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
 from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.stage.disk_tier import check_copies
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import (
+    DiskCopied,
+    DiskCopies,
     LinkSample,
     Registration,
     StageTimings,
@@ -264,12 +268,19 @@ class EngineOfRogueStage:
         times = stage_pb2.StageTimings()
         times.timings.add(step=1, slice_index=1, num_tokens=6, num_rows=2, compute_us=1000)
         times.links.add(step=1, num_bytes=1000, first_sent_us=1, acknowledged_us=9)
-        self.samples = [stage_pb2.StageReport(step_done=done), stage_pb2.StageReport(timings=times)]
+        copied = stage_pb2.DiskCopied(epoch=epoch_to_wire(EPOCH), number=1, failed=[0, 2], took_us=1000)
+        self.samples = [
+            stage_pb2.StageReport(step_done=done),
+            stage_pb2.StageReport(timings=times),
+            stage_pb2.StageReport(disk=copied),
+        ]
 
     def near(self, field: str) -> Sequence[int]:
         """See ``Receiver.near``."""
         return {
             "step": (1, self._pump._newest),
+            "number": (1, 2),
+            "failed": (0, 2, 3),
             "counter": (EPOCH.counter,),
             "ids": (2, CONFIG.vocab_size),
             "index": (2,),
@@ -289,6 +300,8 @@ class EngineOfRogueStage:
                     self._pump._look_back(self._site, done, 0.0)
             elif message.HasField("timings"):
                 self._pump.on_report(self._site, from_wire(message.timings, StageTimings))
+            elif message.HasField("disk"):
+                self._pump.on_report(self._site, from_wire(message.disk, DiskCopied))
         except EdgepipeError:
             self._begin()
             raise
@@ -300,6 +313,7 @@ class EngineOfRogueStage:
             meter.newest_step(bulk=bulk) <= self._pump._newest for meter in self._pump.meters for bulk in (False, True)
         )
         assert self.tokens <= self._pump._newest * 2
+        assert all(each.failed <= {0, 1, 2} for each in self._pump._disk._open.values())
         if not self._pump._in_flight:
             self._begin()
 
@@ -323,6 +337,7 @@ class EngineOfRogueStage:
         pump.submit([SequenceSpec(sequence=SequenceId(n), prompt=_PROMPT, max_tokens=9) for n in (1, 2)])
         pump._fill()
         pump._watch.close()
+        pump._disk.sent(DiskWork(1, (TierMove(0, 0, 0, out=True),) * 3))
         self._pump, self._site = pump, sites[1]
 
     def _news(self, news: StepNews) -> None:
@@ -369,7 +384,12 @@ class StageOfRogueEngine:
         )
         registrations = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
         registrations.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
-        self.samples = [stage_pb2.ControlMessage(plan=plan), stage_pb2.ControlMessage(register=registrations)]
+        copies = stage_pb2.DiskCopies(epoch=epoch_to_wire(EPOCH), number=1, host_places=[2], disk_places=[15])
+        self.samples = [
+            stage_pb2.ControlMessage(plan=plan),
+            stage_pb2.ControlMessage(register=registrations),
+            stage_pb2.ControlMessage(disk=copies),
+        ]
 
     def near(self, field: str) -> Sequence[int]:
         """See ``Receiver.near``."""
@@ -381,6 +401,9 @@ class StageOfRogueEngine:
             "block_row": (1,),
             "sequence": (1, 2),
             "prompt_tokens": (3, 4),
+            "host_places": (7, 8),
+            "disk_places": (15, 16),
+            "memory_class": (0, 1),
             "source": (self._BLOCKS,),
             "target": (self._BLOCKS,),
         }.get(field, ())
@@ -391,6 +414,10 @@ class StageOfRogueEngine:
             for command in commands_from_wire(message):
                 if isinstance(command, StepPlan):
                     self._table.apply(command)
+                elif isinstance(command, DiskCopies):
+                    check_copies(command, (8,), (16,), num_queued=0)
+                    assert max(command.host_places) < 8
+                    assert max(command.disk_places) < 16
                 else:
                     for registration in command.sequences:
                         self._table.tell(registration)

@@ -467,7 +467,7 @@ async def _control(world: World, message: stage_pb2.ControlMessage) -> None:
             if isinstance(command, Registrations):
                 for registration in command.sequences:
                     world.sequences.tell(registration)
-            else:
+            elif isinstance(command, StepPlan):
                 world.sequences.apply(command)
     except EdgepipeError:
         world.sequences = world.new_sequences()

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc.aio
@@ -74,7 +75,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         """``profile``: with rates, the engine expects step times, and so paces prompts, from the first step on."""
         self.stage_address = stage_address
         self.max_blocks = max_blocks
-        self.max_host_blocks = 0
+        self.max_host_blocks = self.max_disk_blocks = 0
         self.profile = profile or common_pb2.DeviceProfile()
         self.prepared: list[node_pb2.PrepareRequest] = []
         self.released: list[node_pb2.ReleaseRequest] = []
@@ -103,6 +104,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 profile=self.profile,
                 max_blocks=self.max_blocks,
                 max_host_blocks=self.max_host_blocks,
+                max_disk_blocks=self.max_disk_blocks,
                 kv_block_bytes=128,
                 weight_bytes=1000,
                 settings=request.settings,
@@ -330,6 +332,7 @@ async def engine_lab(
     num_stages: int = 2,
     max_blocks: int = 256,
     max_host_blocks: int = 0,
+    max_disk_blocks: int = 0,
     contiguous_kv: bool = False,
     micro_batches: int = 0,
     limits: EngineLimits | None = None,
@@ -376,6 +379,7 @@ async def engine_lab(
                 open_tokenizer=lambda: Tokenizer(byte_level_tokenizer(config.vocab_size)),
                 grammar_trial=grammar_trial,
                 draft=partial(_draft_launch, draft_folder) if draft_folder is not None else None,
+                disk_folder=Path(stack.enter_context(TemporaryDirectory())) if max_disk_blocks else None,
             )
         )
         nodes = [
@@ -389,7 +393,7 @@ async def engine_lab(
             for index, address in enumerate(stages.addresses)
         ]
         for node in nodes:
-            node.max_host_blocks = max_host_blocks
+            node.max_host_blocks, node.max_disk_blocks = max_host_blocks, max_disk_blocks
         addresses = {NodeId(f"node{i}"): await _serve_node(node, stack) for i, node in enumerate(nodes)}
         spec = ServeSpec(
             model="emulated",

@@ -41,6 +41,7 @@ class Load:
     num_tokens: int = 0  # of prompts and answers that ended
     preemptions: int = 0  # in epochs that a lost stage ended
     restored_tokens: int = 0  # from host memory
+    fetched_tokens: int = 0  # from disk
     cached_tokens: int = 0
     num_requests: int = 0
     num_cancelled: int = 0
@@ -70,6 +71,7 @@ class Load:
             await self.lab.until(lambda: self.lab.engine.state().state == "ready")
             self.preemptions += self.stats().preemptions
             self.restored_tokens += self.stats().restored_tokens
+            self.fetched_tokens += self.stats().fetched_tokens
             stage = self.rng.randrange(len(self.lab.stages.stages))
             if self.rng.random() < 0.7:
                 lose_kv(self.lab, stage)
@@ -121,6 +123,7 @@ async def run_load(
     num_gateways: int,
     max_blocks: int,
     max_host_blocks: int = 0,
+    max_disk_blocks: int = 0,
     longest: int = 160,
     config: ModelConfig = CONFIG,
     losses: int = 0,
@@ -137,6 +140,7 @@ async def run_load(
         micro_batches=4,
         max_blocks=max_blocks,
         max_host_blocks=max_host_blocks,
+        max_disk_blocks=max_disk_blocks,
         contiguous_kv=contiguous_kv,
         limits=EngineLimits(max_prefill_tokens=256),
         block_size=BLOCK_SIZE,
@@ -159,6 +163,7 @@ async def run_load(
         assert load.num_cancelled
         load.preemptions += load.stats().preemptions
         load.restored_tokens += load.stats().restored_tokens
+        load.fetched_tokens += load.stats().fetched_tokens
         load.drafts = lab.engine.state().drafts
         assert lab.engine.state().recoveries >= losses  # a step that a busy machine makes late ends an epoch, too
         return load

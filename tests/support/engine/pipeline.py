@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -264,6 +265,7 @@ async def local_stages(
     grammar_trial: Trial | None = None,
     open_s: float = 30.0,
     draft: Callable[[ModelBounds], DraftLaunch] | None = None,
+    disk_folder: Path | None = None,
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
 
@@ -284,6 +286,7 @@ async def local_stages(
                 open_tokenizer=open_tokenizer,
                 grammar_trial=grammar_trial,
                 open_s=open_s,
+                disk_folder=disk_folder,
                 name=f"stage {index}",
             )
             stack.push_async_callback(stage.close)

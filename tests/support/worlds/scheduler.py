@@ -14,6 +14,7 @@ from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import BlockRun, StepRow, TierMove, WindowRuns
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import (
+    DiskWork,
     EndReason,
     Event,
     Policy,
@@ -70,6 +71,7 @@ class Memory:
     windows: defaultdict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
     # By memory class and place in host memory: what a block or a slot held.
     host: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    disk: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
     moves_behind: list[TierMove] = field(default_factory=list[TierMove])  # of steps that ended before this slice
 
     def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
@@ -85,8 +87,25 @@ class Memory:
             if move.out:
                 self.host[move.number][move.kept] = [values.get(place, _UNKNOWN) for place in places]
             else:  # a stage that lost its host memory brings anything back
-                lost = [_UNKNOWN] * size
+                lost: list[tuple[int, int]] = [_UNKNOWN] * size
                 values.update(zip(places, self.host[move.number].get(move.kept, lost), strict=True))
+
+    def perform(self, work: DiskWork, *, limits: SchedulerLimits) -> None:
+        """Copy blocks and states from host memory to disk, or back."""
+        for move in work.moves:
+            assert 0 <= move.place < limits.host_places[move.number]
+            assert 0 <= move.kept < limits.disk_places[move.number]
+            host, disk = self.host[move.number], self.disk[move.number]
+            lost: list[tuple[int, int]] = [_UNKNOWN] * (limits.block_size if move.number <= len(limits.windows) else 1)
+            if move.out:
+                disk[move.kept] = host.get(move.place, lost)
+            else:  # a stage that lost its disk brings anything back
+                host[move.place] = disk.get(move.kept, lost)
+
+    def tear(self, work: DiskWork) -> None:
+        """Make unknown what a work writes that was broken off."""
+        for move in work.moves:
+            (self.disk if move.out else self.host)[move.number].pop(move.kept if move.out else move.place, None)
 
     def spoil(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Make unknown what moves write."""
@@ -100,6 +119,8 @@ class World:
 
     limits: SchedulerLimits
     policy: Policy = field(default_factory=ThrottledPolicy)
+    disk_s: float = 0.0  # time of a copy between host memory and disk
+    damage: float = 0.0  # probability that a stage cannot read a copy on disk
     acceptance: float | None = None  # probability that a draft is right; None: nothing is drafted
 
     def __post_init__(self) -> None:
@@ -111,6 +132,8 @@ class World:
         self.output: dict[SequenceId, list[int]] = {}
         self.ended: dict[SequenceId, SequenceEnded] = {}
         self.in_flight: deque[ScheduledStep] = deque()
+        self.works: list[tuple[DiskWork, set[int]]] = []  # under way, in order, each with the slices that performed it
+        self.lost_copies = 0  # copies that could not be read
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
         # By windowed class: what a stage knows, by sequence and place.
         self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
@@ -150,6 +173,9 @@ class World:
             self._damage(step)
         for memory in self.slices:
             memory.moves_behind.clear()
+            for work, _ in self.works:
+                memory.tear(work)
+        self.works.clear()
         for index in lost:
             self.slices[index] = Memory()
         if lost and max(lost) == NUM_SLICES - 1:
@@ -188,6 +214,9 @@ class World:
             self.steps.append(step)
             self._check_turns(step)
             count += 1
+        while (work := self.scheduler.next_disk_work()) is not None:
+            assert len(self.works) < 4, "stages queue no more"
+            self.works.append((work, set()))
         return count
 
     def _followed(self, step: ScheduledStep) -> Iterator[int]:
@@ -196,6 +225,24 @@ class World:
         while step.after is not None and (before := numbers.get(step.after)) is not None:
             yield before.step
             step = before
+
+    def use_disk(self) -> None:
+        """Let one slice perform its next work. The work is done once all of them have."""
+        index = self.random.randrange(NUM_SLICES)
+        mine = next(((work, ready) for work, ready in self.works if index not in ready), None)
+        if mine is None:
+            return
+        work, ready = mine
+        self.slices[index].perform(work, limits=self.limits)
+        ready.add(index)
+        while self.works and len(self.works[0][1]) == NUM_SLICES:
+            done, _ = self.works.pop(0)
+            reads = [place for place, move in enumerate(done.moves) if not move.out]
+            failed = {place for place in reads if self.random.random() < self.damage}
+            for place in failed:
+                self.slices[0].host[done.moves[place].number].pop(done.moves[place].place, None)
+            self.lost_copies += len(failed)
+            self.scheduler.disk_done(done.number, failed=failed, seconds=self.disk_s * len(done.moves))
 
     def retire(self, place: int = 0) -> None:
         """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""
@@ -268,9 +315,12 @@ class World:
         """Until nothing is left to do."""
         for _ in range(max_turns):
             self.fill()
-            if not self.in_flight:
+            if not self.in_flight and not self.works:
                 return
-            self.retire()
+            if self.works and (not self.in_flight or self.random.random() < 0.5):
+                self.use_disk()
+            else:
+                self.retire()
         raise AssertionError("the work does not end")
 
     def note(self, events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""``--kv-ram``: from the flag to the host memory that a node sets aside for idle KV."""
+"""``--kv-ram`` and ``--kv-disk``: from the flags to what a node sets aside for idle KV."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ CPU = replace(GPU, device="cpu", ram_total_bytes=0, ram_free_bytes=0)
 GB = 10**9
 
 
-def prepare(kv_ram: str, pipeline: str = "p") -> PrepareRequest:
+def prepare(kv_ram: str, pipeline: str = "p", kv_disk: str = "") -> PrepareRequest:
     request = PrepareRequest(
         pipeline_id=PipelineId(pipeline),
         epoch=Epoch(1, EngineId("e")),
         placement=StagePlacement(node_id=NodeId("a"), slices=SLICES),
-        settings=StageSettings(kv_ram=kv_ram),
+        settings=StageSettings(kv_ram=kv_ram, kv_disk=kv_disk),
         kv_tokens=512,
     )
     return from_wire(to_wire(request, node_pb2.PrepareRequest), PrepareRequest)
 
 
 def memory(profile: DeviceProfile) -> DeviceMemory:
-    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0, disk_free=lambda: 50 * GB)
     made.measured(profile)
     return made
 
@@ -99,3 +99,38 @@ def test_a_stage_that_is_replaced_keeps_its_host_memory_until_then() -> None:
     assert held.reserve_beside(prepare(str(3 * GB)), CONFIG, WEIGHTS)
     held.release_before("p")
     assert (held.tier_bytes("p"), held.tier_bytes("p before")) == (3 * GB, 0)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("off", ""), ("100GB", str(100 * GB)), ("0", "")])
+def test_the_values_of_the_disk_s_flag(given: str, kept: str) -> None:
+    assert serve_request("m", kv_ram="auto", kv_disk=given).options.settings.kv_disk == kept
+
+
+@pytest.mark.parametrize(
+    ("ram", "disk", "said", "to_type"),
+    [
+        ("auto", "much", "--kv-disk cannot be 'much'", "100GB, or off"),
+        ("auto", "auto", "--kv-disk cannot be 'auto'", "100GB, or off"),
+        ("off", "100GB", "--kv-disk needs RAM above it", "add --kv-ram auto"),
+    ],
+)
+def test_a_disk_s_flag_that_cannot_be_says_what_to_give(ram: str, disk: str, said: str, to_type: str) -> None:
+    with pytest.raises(ConfigInvalid, match=said) as refused:
+        serve_request("m", kv_ram=ram, kv_disk=disk)
+    assert to_type in refused.value.next_step
+
+
+def test_a_disk_is_taken_whole_or_refused_with_what_is_free() -> None:
+    held = memory(GPU)
+    held.reserve(prepare("auto", kv_disk=str(40 * GB)), CONFIG, WEIGHTS)
+    with pytest.raises(NoFeasiblePlacement, match="lacks disk") as refused:
+        held.reserve(prepare("auto", kv_disk=str(60 * GB)), CONFIG, WEIGHTS)
+    assert refused.value.next_step == "give --kv-disk 50000MB or less"
+    with pytest.raises(PlanInvalid):
+        held.reserve(prepare("auto", kv_disk="lots"), CONFIG, WEIGHTS)
+
+
+def test_a_disk_without_ram_above_it_is_refused() -> None:
+    with pytest.raises(NoFeasiblePlacement, match="has no RAM") as refused:
+        memory(CPU).reserve(prepare("auto", kv_disk=str(GB)), CONFIG, WEIGHTS)
+    assert "--kv-ram" in refused.value.next_step

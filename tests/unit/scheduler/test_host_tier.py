@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,45 +18,55 @@ from tests.unit.scheduler.test_scheduler_properties import LOSSES, policies
 Turn = tuple[str, int, int, int]
 
 
-def below(pipeline: SchedulerLimits, *places: int) -> SchedulerLimits:
-    """Add host memory with so many places of each memory class."""
-    return replace(pipeline, host_places=places)
+def below(pipeline: SchedulerLimits, *places: int, disk: Sequence[int] = ()) -> SchedulerLimits:
+    """Add host memory, and a disk, with so many places of each memory class."""
+    return replace(pipeline, host_places=places, disk_places=tuple(disk))
 
 
-pipelines = st.builds(
-    lambda window, slots, places, **changes: below(
-        replace(windowed(*window, **changes), states=StateSlots(num_slots=slots, gap=8) if slots else None),
-        *places[: 1 + len(window) + bool(slots)],
-    ),
-    st.sampled_from([(), (), ((12, 8),)]),
-    st.sampled_from([0, 0, 3, 6, 12]),
-    st.tuples(st.integers(8, 80), st.integers(8, 40), st.integers(2, 40)),
-    num_blocks=st.integers(14, 30),
-    block_size=st.sampled_from([1, 2, 4]),
-    context_length=st.integers(60, 120),
-    micro_batches=st.integers(1, 4),
-    max_running=st.integers(1, 6),
-    contiguous_kv=st.booleans(),
-    host_rates=st.none()
-    | st.builds(
-        HostRates,
-        block_s=st.just(1.0),
-        slot_s=st.just(1.0),
-        token_s=st.sampled_from([0.5, 100.0, 100.0]),
-        goal_s=st.none() | st.integers(1, 12),
-    ),
-)
+def pipelines(
+    places: tuple[tuple[int, int], ...], disk: tuple[tuple[int, int], ...] = ()
+) -> st.SearchStrategy[SchedulerLimits]:
+    """Pipelines with numbers of places in these bounds, for up to three memory classes."""
+    return st.builds(
+        lambda window, slots, places, disk, **changes: below(
+            replace(windowed(*window, **changes), states=StateSlots(num_slots=slots, gap=8) if slots else None),
+            *places[: 1 + len(window) + bool(slots)],
+            disk=disk[: 1 + len(window) + bool(slots)],
+        ),
+        st.sampled_from([(), (), ((12, 8),)]),
+        st.sampled_from([0, 0, 3, 6, 12]),
+        st.tuples(*[st.integers(*each) for each in places]),
+        st.tuples(*[st.integers(*each) for each in disk]),
+        num_blocks=st.integers(14, 30),
+        block_size=st.sampled_from([1, 2, 4]),
+        context_length=st.integers(60, 120),
+        micro_batches=st.integers(1, 4),
+        max_running=st.integers(1, 6),
+        contiguous_kv=st.booleans(),
+        host_rates=st.none()
+        | st.builds(
+            HostRates,
+            block_s=st.just(1.0),
+            slot_s=st.just(1.0),
+            token_s=st.sampled_from([0.5, 100.0, 100.0]),
+            goal_s=st.none() | st.integers(1, 12),
+        ),
+    )
+
+
+over_host = pipelines(((8, 80), (8, 40), (2, 40)))
+over_disk = pipelines(((8, 24), (8, 24), (4, 12)), ((16, 120), (8, 80), (4, 40)))
 # Kind, conversation, tokens of the question, tokens of the answer.
 turns = st.lists(
-    st.tuples(st.sampled_from("tttttttttrrrpcea"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
+    st.tuples(st.sampled_from("tttttttttrrrpcead"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
     min_size=8,
     max_size=80,
 )
 
 
-def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn]) -> World:
+def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], *, damage: float = 0.0) -> World:
     """Let four conversations take turns, each of which goes on from its last answer."""
-    world = World(pipeline, policy)
+    world = World(pipeline, policy, damage=damage)
     latest: dict[int, int] = {}  # newest sequence of each conversation
     next_id = 0
     for kind, chat, question, answer in turns:
@@ -77,11 +88,15 @@ def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn]) -> World:
             world.cancel(last, at_position=answer)
         elif kind == "a":
             world.plan_ahead()
+        elif kind == "d":
+            for _ in range(question):
+                world.use_disk()
         elif kind == "e":
             world.next_epoch(lost=LOSSES[question % len(LOSSES)] if answer % 2 else ())
         world.fill()
         if kind == "t":
             for _ in range(question + answer):  # most turns end before the next one begins
+                world.use_disk()
                 if world.in_flight:
                     world.retire()
                     world.fill()
@@ -92,20 +107,28 @@ def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn]) -> World:
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pipeline=pipelines, policy=policies, turns=turns)
+@given(pipeline=over_host, policy=policies, turns=turns)
 def test_conversations_get_their_tokens_whatever_is_pushed_out(
     pipeline: SchedulerLimits, policy: Policy, turns: list[Turn]
 ) -> None:
     play(pipeline, policy, turns)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pipeline=over_disk, policy=policies, turns=turns, damage=st.sampled_from([0.0, 0.0, 0.1]))
+def test_conversations_get_their_tokens_over_all_three_tiers(
+    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float
+) -> None:
+    play(pipeline, policy, turns, damage=damage)
+
+
 @pytest.mark.long
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pipeline=pipelines, policy=policies, turns=turns)
+@given(pipeline=over_host | over_disk, policy=policies, turns=turns, damage=st.sampled_from([0.0, 0.0, 0.1]))
 def test_conversations_get_their_tokens_in_many_more_worlds(
-    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn]
+    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float
 ) -> None:
-    play(pipeline, policy, turns)
+    play(pipeline, policy, turns, damage=damage)
 
 
 def taken_turns(pipeline: SchedulerLimits, *, chats: int = 4, rounds: int = 3) -> World:

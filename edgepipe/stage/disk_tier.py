@@ -1,0 +1,191 @@
+"""The disk below a stage's host memory: a thread that copies blocks and states to an encrypted file and back.
+
+The thread never makes a step wait, nor the loop. It works in the order of ``perform``. What belongs to an ended epoch
+is dropped: ``begin_epoch`` returns after the last byte of it that could still reach host memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from edgepipe.backend.protocol import DiskBackend
+from edgepipe.clock import Clock
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.plain_words import plain
+from edgepipe.stage.tier_file import Damaged, TierFile
+from edgepipe.wire.plans import DiskCopied, DiskCopies
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 20.0  # a disk that has not done a few copies by then hangs: even a slow one writes 100 MB in this time
+_MOST_QUEUED = 8  # messages: an engine sends four, and those of an ended epoch may still be there
+_MOST_COPIES = 256  # in a message
+_CLOSE_S = 2.0  # time for the current copy; a disk that hangs is left behind
+
+
+class DiskTier:
+    """One stage's file and its thread. All methods are called on the loop."""
+
+    def __init__(
+        self,
+        backend: DiskBackend,
+        folder: Path,
+        *,
+        host_places: Sequence[int],
+        disk_places: Sequence[int],
+        clock: Clock,
+        late_s: float = LATE_S,
+    ) -> None:
+        """Open a file in ``folder``. A folder that cannot be used is a problem that each answer names.
+
+        late_s  time after which a disk counts as one that hangs
+        """
+        self._backend = backend
+        self._host_places, self._disk_places = tuple(host_places), tuple(disk_places)
+        self._clock = clock
+        self._late_s = late_s
+        self._problem = ""
+        self._file: TierFile | None = None
+        self._epoch = 0  # copies of others are dropped
+        self._lock = threading.Lock()  # held while host memory is written, and to change ``_epoch``
+        self._num_queued = 0
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        sizes = [sum(map(len, backend.host_place(number, 0))) for number in range(len(host_places))]
+        try:
+            self._file = TierFile(folder, sizes, disk_places)
+        except OSError as exc:
+            self._fail(f"no file can be made in {folder}: {plain(exc)}")
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+        self._thread.start()
+
+    def begin_epoch(self) -> None:
+        """Drop the copies that have not been made."""
+        with self._lock:
+            self._epoch += 1
+
+    def forget(self) -> None:
+        """Forget what is in the file: another engine begins."""
+        self.begin_epoch()
+        if self._file is not None:
+            self._jobs.put(self._file.forget)
+
+    async def perform(self, copies: DiskCopies) -> DiskCopied:
+        """Make the copies of the open epoch, and return what became of them. Raises RemoteProtocolError."""
+        check_copies(copies, self._host_places, self._disk_places, num_queued=self._num_queued)
+        loop, epoch = asyncio.get_running_loop(), self._epoch
+        answer: asyncio.Future[DiskCopied] = loop.create_future()
+        self._num_queued += 1
+        self._jobs.put(lambda: loop.call_soon_threadsafe(_settle, answer, self._make(copies, epoch)))
+        try:
+            async with asyncio.timeout(self._late_s):
+                return await answer
+        except TimeoutError:
+            self.begin_epoch()  # what comes late reaches host memory no more
+            self._fail(f"a few copies took more than {self._late_s:g} s")
+            return self._copied(copies, failed=range(len(copies.host_places)))
+        finally:
+            self._num_queued -= 1
+
+    async def close(self) -> None:
+        """End the thread and free the disk's space. A disk that hangs is left to the end of the process."""
+        self.begin_epoch()
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, _CLOSE_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        if self._file is not None:
+            self._file.close()
+
+    def _make(self, copies: DiskCopies, epoch: int) -> DiskCopied:
+        begun_s, failed, number = self._clock.monotonic_s(), list[int](), copies.memory_class
+        for index, (host, disk) in enumerate(zip(copies.host_places, copies.disk_places, strict=True)):
+            try:
+                done = self._write(number, host, disk) if copies.out else self._read(number, host, disk, epoch)
+            except Exception as exc:
+                self._fail(plain(exc))
+                done = False
+            if not done or self._problem:
+                failed.append(index)
+        if failed:
+            return self._copied(copies, failed=failed)
+        took_s = self._backend.disk_seconds(number, len(copies.host_places), self._clock.monotonic_s() - begun_s)
+        return self._copied(copies, took_s=took_s)
+
+    def _write(self, number: int, host: int, disk: int) -> bool:
+        if self._file is None or self._problem:
+            return False
+        self._file.write(number, disk, self._backend.host_place(number, host))
+        return True
+
+    def _read(self, number: int, host: int, disk: int, epoch: int) -> bool:
+        """Bring a place back. What was never written here is a copy that other stages have: this one lost its own."""
+        if self._file is None or self._problem:
+            return False
+        try:
+            found = self._file.read(number, disk)
+        except Damaged:
+            logger.warning("a copy on disk is damaged: its tokens are computed again")
+            return False
+        with self._lock:
+            if epoch != self._epoch:
+                return False
+            if found is not None:
+                _fill(self._backend.host_place(number, host), found)
+        return True
+
+    def _fail(self, problem: str) -> None:
+        """Use the disk no more. Say so once."""
+        if not self._problem:
+            self._problem = problem
+            logger.warning("idle conversations go to disk no more: %s", problem)
+
+    def _copied(self, copies: DiskCopies, *, failed: Sequence[int] = (), took_s: float = 0.0) -> DiskCopied:
+        return DiskCopied(
+            epoch=copies.epoch,
+            number=copies.number,
+            failed=tuple(failed),
+            took_us=round(1e6 * took_s),
+            problem=self._problem,
+        )
+
+
+def check_copies(
+    copies: DiskCopies, host_places: Sequence[int], disk_places: Sequence[int], *, num_queued: int
+) -> None:
+    """Raise RemoteProtocolError for places that a stage does not have, or too many copies.
+
+    host_places, disk_places  numbers of places, by memory class
+    num_queued                messages that wait already
+    """
+    number, count, problem = copies.memory_class, len(copies.host_places), ""
+    if number >= len(disk_places):
+        problem = f"they are of memory class {number}"
+    elif count != len(copies.disk_places):
+        problem = f"they name {count} places in host memory and {len(copies.disk_places)} on disk"
+    elif not 0 < count <= _MOST_COPIES or num_queued >= _MOST_QUEUED:
+        problem = f"they are {count}, and {num_queued} messages wait"
+    elif max(copies.host_places) >= host_places[number]:
+        problem = f"host memory has {host_places[number]} places"
+    elif max(copies.disk_places) >= disk_places[number]:
+        problem = f"the disk has {disk_places[number]} places"
+    if problem:
+        raise RemoteProtocolError(f"copies {copies.number} to or from disk are invalid", fact=problem)
+
+
+def _fill(parts: Sequence[memoryview], found: bytes) -> None:
+    begin = 0
+    for part in parts:
+        part[:] = memoryview(found)[begin : begin + len(part)]
+        begin += len(part)
+
+
+def _settle(answer: asyncio.Future[DiskCopied], copied: DiskCopied) -> None:
+    if not answer.done():
+        answer.set_result(copied)

@@ -1,0 +1,175 @@
+"""A stage's file for KV that leaves host memory: what comes back is what went there, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import EngineId, Epoch
+from edgepipe.stage.disk_tier import DiskTier
+from edgepipe.stage.tier_file import PIECE_BYTES, Damaged, TierFile
+from edgepipe.system import SystemClock
+from edgepipe.wire.plans import DiskCopied, DiskCopies
+
+PLACES, PARTS = 4, (3, 2 * PIECE_BYTES + 5, PIECE_BYTES - 3)
+
+
+class Memory:
+    """Host memory of one class, whose places are in three pieces; ``slow`` holds a copy up until it is set."""
+
+    def __init__(self) -> None:
+        self.places = [[bytearray(os.urandom(size)) for size in PARTS] for _ in range(PLACES)]
+        self.slow: threading.Event | None = None
+        self.asked = threading.Event()
+
+    def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
+        """See ``DiskBackend``."""
+        self.asked.set()
+        if self.slow is not None:
+            self.slow.wait()
+        return [memoryview(part) for part in self.places[kept]]
+
+    def disk_seconds(self, number: int, count: int, took_s: float) -> float:
+        """See ``DiskBackend``."""
+        return 0.25 * count
+
+
+def tier(memory: Memory, folder: Path, *, late_s: float = 60.0) -> DiskTier:
+    return DiskTier(memory, folder, host_places=(PLACES,), disk_places=(8,), clock=SystemClock(), late_s=late_s)
+
+
+def copies(*pairs: tuple[int, int], out: bool, number: int = 1, memory_class: int = 0) -> DiskCopies:
+    hosts, disks = zip(*pairs, strict=True)
+    return DiskCopies(
+        epoch=Epoch(1, EngineId("e")),
+        number=number,
+        memory_class=memory_class,
+        out=out,
+        host_places=hosts,
+        disk_places=disks,
+    )
+
+
+async def test_places_come_back_elsewhere_byte_by_byte(tmp_path: Path) -> None:
+    memory, folder = Memory(), tmp_path / "kv"
+    disk = tier(memory, folder)
+    before = [[bytes(part) for part in place] for place in memory.places]
+    done = await disk.perform(copies((0, 7), (1, 2), out=True))
+    assert done == DiskCopied(epoch=done.epoch, number=1, took_us=500_000)
+    await disk.perform(copies((3, 7), (0, 2), out=False, number=2))
+    assert [memory.places[3], memory.places[0], memory.places[1]] == [before[0], before[1], before[1]]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not list(folder.iterdir()), "the file has no name"
+    await disk.close()
+
+
+def test_nothing_readable_is_in_the_file(tmp_path: Path) -> None:
+    file = TierFile(tmp_path, [1000, 3 * PIECE_BYTES], [2, 3])
+    secret = b"the ship sailed on over the dark sea" * 20
+    file.write(0, 1, [memoryview(secret + bytes(1000 - len(secret)))])
+    file.write(0, 1, [memoryview(secret + bytes(1000 - len(secret)))])
+    descriptor = file._file  # pyright: ignore[reportPrivateUsage]
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+    stored = os.pread(descriptor, 1 << 20, 0)
+    assert secret[:16] not in stored
+    assert file.read(0, 1) == secret + bytes(1000 - len(secret))
+    assert file.read(0, 0) is None
+    file.forget()
+    assert file.read(0, 1) is None
+    file.close()
+
+
+@pytest.mark.parametrize("change", ["a bit", "another place", "an older copy", "cut off"])
+def test_a_changed_copy_is_found(tmp_path: Path, change: str) -> None:
+    size = PIECE_BYTES + 100
+    file = TierFile(tmp_path, [size], [2])
+    descriptor = file._file  # pyright: ignore[reportPrivateUsage]
+    file.write(0, 0, [memoryview(os.urandom(size))])
+    older = os.pread(descriptor, 2 * size, 0)
+    for place in (0, 1):
+        file.write(0, place, [memoryview(os.urandom(size))])
+    if change == "a bit":
+        (byte,) = os.pread(descriptor, 1, PIECE_BYTES + 50)
+        os.pwrite(descriptor, bytes([byte ^ 1]), PIECE_BYTES + 50)
+    elif change == "another place":
+        os.pwrite(descriptor, os.pread(descriptor, len(older), len(older)), 0)
+    elif change == "an older copy":
+        os.pwrite(descriptor, older, 0)
+    else:
+        os.ftruncate(descriptor, PIECE_BYTES + 50)
+    with pytest.raises(Damaged):
+        file.read(0, 0)
+    file.close()
+
+
+async def test_a_damaged_copy_is_lost_and_the_others_come(tmp_path: Path) -> None:
+    memory = Memory()
+    disk = tier(memory, tmp_path)
+    before = bytes(memory.places[1][0])
+    await disk.perform(copies((0, 0), (1, 1), out=True))
+    os.pwrite(disk._file._file, b"x", 10)  # pyright: ignore
+    done = await disk.perform(copies((2, 0), (3, 1), out=False))
+    assert (done.failed, done.problem) == ((0,), "")
+    assert memory.places[3][0] == before
+    await disk.close()
+
+
+async def test_what_an_ended_epoch_reads_reaches_host_memory_no_more(tmp_path: Path) -> None:
+    memory = Memory()
+    disk = tier(memory, tmp_path)
+    await disk.perform(copies((0, 0), out=True))
+    memory.slow = threading.Event()
+    disk._jobs.put(memory.slow.wait)  # pyright: ignore[reportPrivateUsage]
+    reading = asyncio.create_task(disk.perform(copies((1, 0), out=False)))
+    await asyncio.sleep(0)
+    disk.begin_epoch()
+    before = [bytes(part) for part in memory.places[1]]
+    memory.slow.set()
+    assert (await reading).failed == (0,)
+    assert memory.places[1] == before
+    await disk.close()
+
+
+async def test_a_disk_that_hangs_is_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory()
+    disk = tier(memory, tmp_path, late_s=0.01)
+    memory.slow = threading.Event()
+    done = await disk.perform(copies((0, 0), out=True))
+    assert (done.failed, done.problem) == ((0,), "a few copies took more than 0.01 s")
+    assert caplog.text.count("go to disk no more") == 1
+    memory.slow.set()
+    again = await disk.perform(copies((0, 0), out=True))
+    assert (again.failed, again.problem) == ((0,), done.problem)
+    await disk.close()
+
+
+async def test_a_folder_that_cannot_be_made_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    disk = tier(Memory(), tmp_path / "kv")
+    done = await disk.perform(copies((0, 0), out=True))
+    assert done.failed == (0,)
+    assert f"no file can be made in {tmp_path / 'kv'}" in done.problem
+    await disk.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fact"),
+    [
+        (copies((PLACES, 0), out=True), "host memory has 4 places"),
+        (copies((0, 8), out=True), "the disk has 8 places"),
+        (copies((0, 0), out=True, memory_class=1), "memory class 1"),
+        (copies(*[(0, 0)] * 257, out=True), "they are 257"),
+    ],
+)
+async def test_places_that_the_stage_does_not_have_are_refused(tmp_path: Path, wrong: DiskCopies, fact: str) -> None:
+    disk = tier(Memory(), tmp_path)
+    with pytest.raises(RemoteProtocolError, match="to or from disk are invalid") as refused:
+        await disk.perform(wrong)
+    assert fact in refused.value.fact
+    await disk.close()
