@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import secrets
+import shutil
 import sys
 import time
+from pathlib import Path
 
 # The clock that runs while the machine sleeps: CLOCK_MONOTONIC on macOS, where time.monotonic() stops; CLOCK_BOOTTIME
 # on Linux, where CLOCK_MONOTONIC stops. On other systems time.monotonic() itself runs, and no sleep is detected.
@@ -24,6 +26,13 @@ def raise_descriptor_limit() -> None:
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def find_uv() -> str:
+    """Return uv, which installs Python programs: from PATH, or where its installer puts it; empty without it."""
+    home = Path.home()
+    places = (home / ".local/bin/uv", home / ".cargo/bin/uv")
+    return shutil.which("uv") or next((str(path) for path in places if path.exists()), "")
 
 
 def num_memory_kills() -> int | None:

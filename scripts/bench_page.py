@@ -2,7 +2,8 @@
 
 Parts: ``load`` (weight, first view), ``speed`` (tokens/s with a page on Requests and without, in turns), ``killed``
 (time until a killed stage is shown), ``typing`` (lag of keys while a long answer grows), ``axe`` (accessibility),
-``memory`` (history and request ring). Without parts: all.
+``memory`` (history and request ring), ``install`` (a new user: from a folder of wheels to the first answer). Without
+parts: all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import httpx
 import psutil
 from figures import Row, below, print_rows
+from new_user import first_answer
 from page_cluster import PageCluster, browser, page_cluster
 
 from edgepipe.gateway.request_ring import MOST_REQUESTS, RequestRecord, RequestRing
@@ -236,7 +238,7 @@ def memory() -> list[Row]:
 
 
 async def main(parts: list[str]) -> None:
-    wanted = parts or ["memory", "typing", "load", "axe", "speed", "killed"]
+    wanted = parts or ["memory", "typing", "load", "axe", "speed", "killed", "install"]
     if "axe" in wanted and not AXE.exists():
         raise SystemExit("axe-core is not installed: run scripts/check_page once")
     rows: list[Row] = memory() if "memory" in wanted else []
@@ -248,6 +250,8 @@ async def main(parts: list[str]) -> None:
                 for name, part in (("load", load), ("axe", axe), ("speed", speed), ("killed", killed)):
                     if name in wanted:
                         rows += await part(cluster, opened)
+        if "install" in wanted:
+            rows += await first_answer(opened)
     print_rows("page", rows)
 
 

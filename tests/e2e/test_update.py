@@ -143,7 +143,9 @@ def test_a_clone_is_pulled_though_its_version_has_not_changed(how: str, wheels: 
         "PIP_FIND_LINKS": folder.as_uri(),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
-    machine.environment |= {"UV_NO_INDEX": "1", "UV_FIND_LINKS": folder.as_uri()}
+    settings = tmp_path / "uv.toml"
+    settings.write_text(f'no-index = true\nfind-links = ["{folder.as_uri()}"]\n')
+    machine.environment["UV_CONFIG_FILE"] = str(settings)
     origin, clone = tmp_path / "origin", machine.home / "edgepipe"
     copy_of_checkout(origin)
     git(machine, origin, "init", "--quiet", "--initial-branch", "main")
@@ -225,7 +227,10 @@ def test_an_update_restarts_a_service_through_its_manager(with_systemd: BareMach
     facts = machine.must("systemctl", "--user", "show", "edgepipe.service", "--property=Result,NRestarts")
     assert set(facts.split()) == {"Result=success", "NRestarts=0"}  # it ended by itself, and was started once
 
+    machine.edgepipe("open")  # without a browser: leaves its file
     machine.edgepipe("uninstall", "--yes", "--purge-models")
+    places = [machine.home / place / "edgepipe" for place in (".local/share", ".config", ".cache")]
+    assert not [place for place in places if place.exists()]
     assert machine.run("systemctl", "--user", "is-active", "edgepipe.service").returncode != 0
     assert not (machine.home / ".config/systemd/user/edgepipe.service").exists()
 

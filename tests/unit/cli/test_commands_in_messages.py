@@ -14,7 +14,7 @@ OF_OTHER_PROGRAMS = frozenset(  # firewall-cmd, systemctl, loginctl, launchctl, 
     "--permanent --add-port --add-service --reload --shutdown --upgrade --user --property --unit --no-pager --now"
     " --no-deps --no-input --only-binary --disable-pip-version-check --retries --timeout --dest --progress-bar"
     " --python --index --index-url --no-index --find-links --upgrade-package --reinstall-package --torch-backend"
-    " --ff-only --gpu-architecture --std --profile".split()  # codex
+    " --force-reinstall --default-index --quiet --ff-only --gpu-architecture --std --profile".split()  # codex
 )
 PROSE = ("answers", "runs", "uses", "was")  # behind "edgepipe node", which is a noun there
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b")

