@@ -547,7 +547,7 @@ class MlxBackend:
 
 
 def _is_of_blocks(info: WeightInfo) -> bool:
-    return info.form is not None and keeps_blocks(info.form, info.shape[1])
+    return info.form is not None and keeps_blocks(info.form, *info.shape)
 
 
 def _products(infos: Sequence[WeightInfo], *, own: bool) -> tuple[PackedProducts, ...]:

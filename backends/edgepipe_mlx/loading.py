@@ -131,7 +131,7 @@ def _load(config: ModelConfig, weight: StoredWeight, types: WeightTypes) -> Weig
     info = weight.info
     count = _num_experts(config, info) if len(info.shape) == 2 else 0
     packable = types.packed and not is_exact(info.name) and not is_of_heads(info.name)
-    if packable and types.blocks is not None and info.form is not None and keeps_blocks(info.form, info.shape[1]):
+    if packable and types.blocks is not None and info.form is not None and keeps_blocks(info.form, *info.shape):
         return _in_blocks(weight, types, types.blocks, count=count)
     form = mlx_form(info.form, info.shape[1]) if packable and info.form is not None else None
     if form is not None:

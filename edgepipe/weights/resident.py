@@ -29,7 +29,7 @@ _PLANE_GROUP = 32  # inputs per scale where a form is requantised
 _CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.cuda.packed_tiles
 _MLX_BITS = (4, 5, 6, 8)  # kept as they are in groups of 32 and more; others are requantised to 8
 _MLX_GROUPS = (128, 64, 32)  # sizes of groups that MLX's kernels know
-_BLOCK, _BLOCK_BITS, _BLOCK_GROUPS = 256, (4, 5, 6), (16, 32)
+_BLOCK, _BLOCK_BITS, _BLOCK_GROUPS, _LEAST_BLOCKS = 256, (4, 5, 6), (16, 32), 8
 _MLX_NATIVE = (MXFP4_FORM, MXFP8_FORM, NVFP4_FORM)
 _PROCESS_BYTES = {"torch-cpu": 300 << 20, "torch-cuda": 600 << 20, "mlx": 300 << 20, "mlx-blocks": 300 << 20}
 """Memory of a second process on the device beside weights and KV: the library, or a CUDA context with its kernels."""
@@ -131,19 +131,20 @@ def _mlx(form: PackedForm, rows: int, inputs: int, value_bytes: int) -> int:
     return rows * inputs * bits // 8 + rows * (inputs // group) * 2 * value_bytes + order
 
 
-def keeps_blocks(form: PackedForm, inputs: int) -> bool:
-    """Return whether own kernels for Metal read a weight with ``inputs`` columns at its own size: K types.
+def keeps_blocks(form: PackedForm, rows: int, inputs: int) -> bool:
+    """Return whether own kernels for Metal read a weight [rows, inputs] at its own size: K types.
 
-    They are blocks of 256 inputs in groups of 16 or 32, with a base in float16 and a factor for each group.
+    They are blocks of 256 inputs in groups of 16 or 32, with a base in float16 and a factor for each group. MLX gives a
+    kernel arrays of less than eight values in another way, so weights of fewer blocks are left out.
     """
     plain = not form.codebook and not form.ordered and form.offset in ("zero", "added")
     sizes = form.span == _BLOCK and form.group in _BLOCK_GROUPS and form.bits in _BLOCK_BITS and form.base_bits == 16
-    return plain and sizes and inputs % _BLOCK == 0
+    return plain and sizes and inputs % _BLOCK == 0 and rows * inputs // _BLOCK >= _LEAST_BLOCKS
 
 
 def _mlx_blocks(form: PackedForm, rows: int, inputs: int, value_bytes: int) -> int:
     """K types as their planes are, others as MLX keeps them."""
-    if keeps_blocks(form, inputs):
+    if keeps_blocks(form, rows, inputs):
         return form.num_bytes((rows, inputs))
     return _mlx(form, rows, inputs, value_bytes)
 

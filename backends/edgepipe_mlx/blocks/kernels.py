@@ -22,6 +22,7 @@ MOST_WITH_EXPERTS = 128
 _LANES = 32  # of a simdgroup
 TILES = {1: 4, 4: 2}
 """Out features of a simdgroup, by its rows. Inputs and sums of four rows fill its registers, so it takes fewer."""
+_CONSTANT = 8  # MLX gives smaller arrays in the constant address space, by other code
 _SIMDGROUPS = 2  # of a threadgroup, for each tile of rows
 
 
@@ -86,7 +87,7 @@ class MetalKernels:
         tiles, features = -(-count // size), TILES[size]
         return self._rows(
             inputs=[x, weight.words, weight.factors, weight.bases],
-            template=[*_constants(weight.form), ("ROWS", size), ("FEATURES", features)],
+            template=[*_constants(weight, x, dtype), ("ROWS", size), ("FEATURES", features)],
             grid=(_LANES, tiles, -(-outputs // features)),
             threadgroup=(_LANES, tiles, _SIMDGROUPS),
             output_shapes=[(count, outputs)],
@@ -97,9 +98,10 @@ class MetalKernels:
         """See ``BlockKernels``."""
         words = weight.words.reshape(count, -1, weight.words.shape[-1])
         number, outputs, features = experts.shape[0], words.shape[1], TILES[1]
+        small = number < _CONSTANT
         return self._by_expert(
             inputs=[x, experts, words, weight.factors, weight.bases],
-            template=[*_constants(weight.form), ("FEATURES", features)],
+            template=[*_constants(weight, x, dtype), ("FEATURES", features), ("IN_CONSTANT", int(small))],
             grid=(_LANES, number, -(-outputs // features)),
             threadgroup=(_LANES, 1, _SIMDGROUPS),
             output_shapes=[(number, outputs)],
@@ -107,8 +109,15 @@ class MetalKernels:
         )[0]
 
 
-def _constants(form: BlockForm) -> list[tuple[str, int]]:
-    return [("BITS", form.bits), ("GROUP", form.group), ("ADDED", int(form.added)), ("ZERO", form.zero)]
+def _constants(weight: BlockArrays, x: mx.array, dtype: mx.Dtype) -> list[tuple[str, int | mx.Dtype]]:
+    """Return the constants of a kernel, and the types of its arrays.
+
+    MLX names compiled code by these. It compiles anew whenever code of one name differs, so all that changes the code
+    must be among them.
+    """
+    form = weight.form
+    types = [("X", x.dtype), ("F", weight.factors.dtype), ("Y", dtype)]
+    return [*types, ("BITS", form.bits), ("GROUP", form.group), ("ADDED", int(form.added)), ("ZERO", form.zero)]
 
 
 class ReferenceKernels:

@@ -45,7 +45,7 @@ extern "C" int launch_{symbol}(const uint *sizes, void **given) {{
 }}
 """
 
-Template = Sequence[tuple[str, int]]
+Template = Sequence[tuple[str, int | mx.Dtype]]
 
 
 class HostKernels:
@@ -59,6 +59,7 @@ class HostKernels:
         self._folder = folder
         self._change = change
         self._known: dict[str, Any] = {}
+        self._by_name: dict[str, str] = {}  # texts, as MLX keeps one of each name
         self.launches = 0
 
     def make(
@@ -77,11 +78,13 @@ class HostKernels:
             output_dtypes: Sequence[mx.Dtype],
         ) -> list[mx.array]:
             self.launches += 1
+            named = f"{name} {template}"
             assert np.prod(threadgroup) <= _MOST_THREADS
             given: list[_Guarded] = []
             parameters: list[str] = []
             for own, array in zip(input_names, inputs, strict=True):
                 space = "constant" if array.size < _CONSTANT else "device"
+                assert space == "device" or "IN_CONSTANT" in dict(template), f"{own} would lie in constant memory"
                 parameters.append(f"const {space} {_TYPES[array.dtype]} *{own}")
                 given.append(_Guarded(_as_numpy(array)))
                 if f"{own}_shape" in source:
@@ -90,7 +93,9 @@ class HostKernels:
             for own, shape, dtype in zip(output_names, output_shapes, output_dtypes, strict=True):
                 parameters.append(f"device {_TYPES[dtype]} *{own}")
                 given.append(_Guarded(np.full((*shape[:-1], shape[-1] * dtype.size), _FILL, np.uint8)))
-            library = self._library(_text(header, source, template, parameters))
+            text = _text(header, source, template, parameters)
+            assert self._by_name.setdefault(named, text) == text, "MLX would compile this kernel again and again"
+            library = self._library(text)
             addresses = (ctypes.c_void_p * len(given))(*[each.array.ctypes.data for each in given])
             if getattr(library, f"launch_{_symbol(template)}")((ctypes.c_uint * 6)(*grid, *threadgroup), addresses):
                 raise RuntimeError(f"threads of {name} diverge")
@@ -134,12 +139,16 @@ def _text(header: str, source: str, template: Template, parameters: Sequence[str
     """Return C++ with the kernel, and a function to launch it with each size of tiles."""
     folder = Path(__file__).parent
     shim = "\n".join((folder / name).read_text(encoding="utf-8") for name in ("cuda_on_host.hpp", "metal_on_host.hpp"))
-    types = ", ".join(f"int {name}" for name, _ in template)
+    types = ", ".join(f"{'int' if isinstance(value, int) else 'typename'} {name}" for name, value in template)
     declared = ", ".join([*parameters, "uint3 thread_position_in_grid"])
     places = enumerate(each.rpartition("*")[0] for each in parameters)
     arguments = "".join(f"static_cast<{kind}*>(given[{index}]), " for index, kind in places)
     launches = [
-        _LAUNCH.format(symbol=_symbol(each), constants=", ".join(str(value) for _, value in each), arguments=arguments)
+        _LAUNCH.format(
+            symbol=_symbol(each),
+            constants=", ".join(str(value) if isinstance(value, int) else _TYPES[value] for _, value in each),
+            arguments=arguments,
+        )
         for each in _of_all_tiles(template)
     ]
     kernel = f"template <{types}>\nvoid kernel({declared}) {{\n{source}\n}}\n"
@@ -156,7 +165,7 @@ def _of_all_tiles(template: Template) -> list[Template]:
 
 
 def _symbol(template: Template) -> str:
-    return "_".join(str(value) for _, value in template)
+    return "_".join(str(value) for _, value in template if isinstance(value, int))
 
 
 def _as_numpy(array: mx.array) -> np.ndarray:

@@ -109,7 +109,7 @@ def test_rows_of_a_table_and_its_size(scheme: str) -> None:
     packed = packed_of(scheme, 16)
     matrix = matrix_of(packed)
     np.testing.assert_array_equal(np.array(matrix.rows(mx.array([3, 0, 15, 3]))), packed.float32()[[3, 0, 15, 3]])
-    assert keeps_blocks(packed.form, INPUTS)
+    assert keeps_blocks(packed.form, 16, INPUTS)
     expected = resident_bytes(packed.form, packed.shape, kind="mlx-blocks", dtype="bfloat16")
     assert matrix.num_bytes == expected == packed.num_bytes
 
@@ -117,9 +117,15 @@ def test_rows_of_a_table_and_its_size(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["Q4_0", "Q8_0", "IQ4_XS", "MXFP4"])
 def test_other_types_are_as_mlx_keeps_them(scheme: str) -> None:
     packed = packed_of(scheme, 16)
-    assert not keeps_blocks(packed.form, INPUTS)
+    assert not keeps_blocks(packed.form, 16, INPUTS)
     sizes = [resident_bytes(packed.form, packed.shape, kind=kind, dtype="bfloat16") for kind in ("mlx", "mlx-blocks")]
     assert sizes[0] == sizes[1]
+
+
+def test_a_weight_of_few_blocks_is_as_mlx_keeps_it() -> None:
+    """MLX would give kernels its bases in another address space."""
+    form = packed_of("Q6_K", 16).form
+    assert [keeps_blocks(form, rows, INPUTS) for rows in (1, 3, 4)] == [False, False, True]
 
 
 @pytest.mark.parametrize("count", [2, MOST_ROWS + 4], ids=["few", "many"])
