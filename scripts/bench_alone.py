@@ -15,6 +15,10 @@ with two wake-ups each: 0.9-1.2 ms.
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +52,15 @@ class _Used(NamedTuple):
     processor_s: float
     loop_s: float  # of their main threads, which run the event loops
     switches: int  # waits of all threads, each of which ends with a wake-up
+    segments: int  # TCP segments with data that they sent: about one for each message; 0 without the program ss
 
     def since(self, before: _Used) -> _Used:
         """Return what was used after ``before``."""
         return _Used(
-            self.processor_s - before.processor_s, self.loop_s - before.loop_s, self.switches - before.switches
+            self.processor_s - before.processor_s,
+            self.loop_s - before.loop_s,
+            self.switches - before.switches,
+            self.segments - before.segments,
         )
 
 
@@ -74,10 +82,18 @@ def host_rows(full: bool) -> list[Row]:
         on = f"{stages} stage{'s' * (stages > 1)} of {1e3 * one.device_s / stages:.1f} ms"
         added_ms = 1e3 * (one.gap_s - one.device_s)
         rows.append(below(f"host: ITL p50 less device time, {on}", added_ms, "ms", limit_ms))
-        rows += [
-            Row(f"  waits of the {kind}'s threads, {on}", one.used[kind].switches / one.steps, "a token")
-            for kind in ("engine", "stage")
-        ]
+        rows += _count_rows(one, on)
+    return rows
+
+
+def _count_rows(measured: _Measured, on: str) -> list[Row]:
+    """Return what a token costs in wake-ups and messages."""
+    rows: list[Row] = []
+    for kind in _KINDS:
+        used = measured.used[kind]
+        rows.append(Row(f"  waits of the {kind}'s threads, {on}", used.switches / measured.steps, "a token"))
+        if used.segments:
+            rows.append(Row(f"  TCP segments that the {kind} sends, {on}", used.segments / measured.steps, "a token"))
     return rows
 
 
@@ -92,6 +108,7 @@ def processor_rows(full: bool) -> list[Row]:
         below(f"stage's loop, processor time of a step of {_ROWS} rows", per_ms["stage"][1], "ms", _LOOP_MS),
         Row("  all threads of the stage, with the emulated backend", per_ms["stage"][0], "ms"),
         Row("  the engine's loop", per_ms["engine"][1], "ms"),
+        *_count_rows(some, f"{_ROWS} chats"),
     ]
 
 
@@ -126,27 +143,49 @@ async def _run(settings: Mapping[str, str], *, users: int, tokens: int) -> tuple
 def _used() -> Mapping[str, _Used]:
     """Return what the processes that this one has started have used so far."""
     found: Mapping[str, list[_Used]] = {kind: [] for kind in _KINDS}
+    segments = _segments()
     for process in psutil.Process().children(recursive=True):
         words = process.cmdline()
         kind = next((kind for kind in _KINDS if kind in words), "")
         if kind:
-            found[kind].append(_used_by(process))
+            found[kind].append(_used_by(process, segments[process.pid]))
     return {kind: _summed(used) for kind, used in found.items()}
 
 
 def _summed(used: Sequence[_Used]) -> _Used:
     return _Used(
-        sum(each.processor_s for each in used), sum(each.loop_s for each in used), sum(each.switches for each in used)
+        sum(each.processor_s for each in used),
+        sum(each.loop_s for each in used),
+        sum(each.switches for each in used),
+        sum(each.segments for each in used),
     )
 
 
-def _used_by(process: psutil.Process) -> _Used:
+def _segments() -> Counter[int]:
+    """Return the TCP segments with data that each process of this machine has sent over its open connections."""
+    sent: Counter[int] = Counter()
+    if shutil.which("ss"):
+        listed = subprocess.run(
+            ["ss", "--tcp", "--info", "--numeric", "--processes", "--no-header"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        owners: list[str] = []
+        for line in listed.stdout.splitlines():  # a line of the connection, then one of its figures
+            if figures := re.search(r"data_segs_out:(\d+)", line):
+                sent.update({int(owner): int(figures[1]) for owner in owners[:1]})
+            owners = re.findall(r"pid=(\d+)", line)
+    return sent
+
+
+def _used_by(process: psutil.Process, segments: int) -> _Used:
     threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
     switches = 0
     for status in Path(f"/proc/{process.pid}/task").glob("*/status"):
         lines = status.read_text().splitlines()
         switches += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches:"))
-    return _Used(sum(threads.values()), threads[process.pid], switches)
+    return _Used(sum(threads.values()), threads[process.pid], switches, segments)
 
 
 PARTS: dict[str, Part] = {

@@ -32,7 +32,7 @@ _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
 _MORE_ROWS = 32  # rows of windows in a step, beyond one for each sequence, whose times are predicted
 _CONTEXT = 1024  # tokens of the sequences in these predictions: windows read the KV once
 _DRAFT_TIMES = 9  # newest times of a draft whose median counts: the first one may wait for kernels to compile
-_AHEAD_S, _MOST_AHEAD = 0.03, 8  # time of the steps planned ahead, and their number: a new chat waits for them
+_AHEAD_S, _MOST_AHEAD = 0.06, 8  # time of the steps planned ahead, and their number: a new chat waits for them
 _ASSUMED_BYTES_PER_S = 10e6  # assumed rate of a link that has carried nothing yet
 
 

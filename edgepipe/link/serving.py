@@ -83,14 +83,15 @@ class RingStream:
             frame = message.frame
             if not message.HasField("frame"):
                 raise RemoteProtocolError("the link carried a message without a frame")
-            self._received += len(frame.data)
+            data = frame.data  # a copy
+            self._received += len(data)
             if frame.receipt:
                 self.granted()
             if frame.epoch != self._epoch:
                 self.strays += 1
                 logger.debug("frame of epoch %s dropped", epoch_from_wire(frame.epoch))
                 continue
-            self._receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us, bulk=frame.bulk)
+            self._receiver.frame(StepId(frame.step), frame.chunk, data, frame.sent_us, bulk=frame.bulk)
             await self._receiver.room()
 
     async def _write_grants(self) -> None:

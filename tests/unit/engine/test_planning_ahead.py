@@ -111,7 +111,7 @@ async def test_no_step_is_planned_ahead_until_tokens_go_home(ring: Ring) -> None
 
 @pytest.mark.parametrize(
     ("turn_s", "sizes"),
-    [(0.004, [7, 6, 6]), (0.0055, [5, 4, 4, 4]), (0.014, [2] * 8), (0.02, [1] * 18)],
+    [(0.008, [7, 6, 6]), (0.011, [5, 4, 4, 4]), (0.028, [2] * 8), (0.04, [1] * 18)],
 )
 async def test_plans_of_fast_turns_share_a_message(ring: Ring, turn_s: float, sizes: list[int]) -> None:
     ring.open_home()
