@@ -73,7 +73,7 @@ def cluster_of(case: Case) -> Imagined:
             config=config,
             weights=weights,
             link=parse_link(case.link),
-            adjustments={"jitter": case.jitter},
+            adjustments={"jitter": case.jitter, **dict(case.device_settings)},
             plan=case.plan,
             context_length=case.context,
             kv_tokens=case.kv_tokens,
