@@ -42,6 +42,7 @@ class Case:
     jitter: str = "0"
     seed: int = 0
     goal_s: float | None = None  # ITL goal; infinite: off; None: the tree's default
+    device_settings: tuple[tuple[str, str], ...] = ()  # of every device: they override the tree's constants
     timed: bool = False  # measure the scheduler's processor time: no step is skipped
 
     def to_json(self) -> str:
@@ -52,7 +53,9 @@ class Case:
     def from_json(cls, line: str) -> Case:
         """Read what ``to_json`` wrote."""
         value = json.loads(line)
-        return cls(**{**value, "asked": tuple(Asked(*each) for each in value["asked"])})
+        asked = tuple(Asked(*each) for each in value["asked"])
+        settings = tuple((name, text) for name, text in value["device_settings"])
+        return cls(**{**value, "asked": asked, "device_settings": settings})
 
     @property
     def prompt_tokens(self) -> int:
@@ -62,6 +65,11 @@ class Case:
     def of_rival(self, policy: str, max_tokens: int) -> Case:
         """Return the case under another policy and budget, without a goal."""
         return replace(self, policy=policy, max_tokens=max_tokens, goal_s=None)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the model's weights are packed."""
+        return not self.model.endswith(":bf16")
 
 
 class Served(NamedTuple):

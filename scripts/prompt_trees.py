@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from figures import ROOT
 from prompt_cases import Case, Served
+
+from edgepipe.backend.devices import named_device, parse_devices
 
 BEFORE = "7aad6b82"
 """The commit whose prompts this bench compares with."""
@@ -28,8 +31,27 @@ def serve_here(cases: Sequence[Case]) -> list[Served]:
 
 
 def serve_before(cases: Sequence[Case]) -> list[Served]:
-    """Serve cases with the tree before. Raises RuntimeError where git does not have its commit."""
-    return _served(tree_before(), cases)
+    """Serve cases with the tree before, and this tree's constants of devices where all devices of a case are alike.
+
+    Raises RuntimeError where git does not have its commit.
+    """
+    return _served(tree_before(), [replace(case, device_settings=_constants(case)) for case in cases])
+
+
+def _constants(case: Case) -> tuple[tuple[str, str], ...]:
+    """Return what this tree knows of a case's devices, as settings; empty if they differ."""
+    kinds = set(parse_devices(case.devices))
+    if len(kinds) > 1:
+        return ()
+    device = named_device(kinds.pop())
+    tiles = device.packed_tile_steps if case.packed else device.tile_steps
+    return (
+        ("bandwidth", f"{device.bandwidth_bytes_per_s:.0f}"),
+        ("flops", f"{device.flops:.0f}"),
+        ("step_overhead", f"{1e6 * device.step_overhead_s}us"),
+        ("layer_overhead", f"{1e6 * device.layer_overhead_s}us"),
+        ("tile_steps", ",".join(f"{tokens}:{factor}" for tokens, factor in tiles)),
+    )
 
 
 @cache

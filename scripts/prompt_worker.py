@@ -73,7 +73,7 @@ def cluster_of(case: Case) -> Imagined:
             config=config,
             weights=weights,
             link=parse_link(case.link),
-            adjustments={"jitter": case.jitter},
+            adjustments={"jitter": case.jitter, **dict(case.device_settings)},
             plan=case.plan,
             context_length=case.context,
             kv_tokens=case.kv_tokens,
@@ -128,9 +128,9 @@ class _Meter:
         skipping.steady_steps = lambda _: 0
 
     def _measured(self, method: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
             begun_s = time.thread_time()
-            result = method(*given)
+            result = method(*given, **named)
             self._passed_s[-1] += time.thread_time() - begun_s
             if begins and result is not None:
                 self._passed_s.append(0.0)

@@ -275,8 +275,9 @@ class AttentionCost:
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of a step."""
-        seen = self.seen(work)
-        return max(self.kv_token_s * seen.kv_tokens, self.pair_s * seen.attention_pairs)
+        seen = work if self.window is None else work.within(self.window)
+        read_s, pairs_s = self.kv_token_s * seen.kv_tokens, self.pair_s * seen.attention_pairs
+        return read_s if read_s > pairs_s else pairs_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,21 +335,29 @@ class SliceCost:
         )
 
     def step_s(self, work: StepWork) -> float:
-        """Return the seconds of the step, without jitter: the device's, and those in which it waits for the CPU."""
-        share = self.distinct_share(work.tokens)
-        read_s = self.read_s * self._stretch(work.tokens)
-        if share:
-            each = round(work.tokens * self.expert_share / share)  # tokens of an expert that is read
+        """Return the seconds of the step, without jitter: the device's, and those in which it waits for the CPU.
+
+        Schedulers compare many steps, and simulators time every one: keep it fast.
+        """
+        tokens, rows, logit_rows = work.tokens, work.rows, work.logit_rows
+        read_s = self.read_s * self._stretch(tokens)
+        if self.expert_read_s and (share := self.distinct_share(tokens)):
+            each = round(tokens * self.expert_share / share)  # tokens of an expert that is read
             read_s += self.expert_read_s * share * self._stretch(each)
-        seconds = max(read_s, self.token_s * work.tokens)
-        seconds += self.widen_s if self._widens(work.tokens) else 0.0
-        if work.logit_rows:
-            seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
-            seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
-        seconds += sum(attention.step_s(work) for attention in self.attention)
-        seconds += max(self.state_row_s * work.rows, self.state_token_s * work.tokens)
-        seconds = seconds + self.wait_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
-        return max(seconds, self.launch_s + work.rows * self.launch_row_s)
+        seconds = max(read_s, self.token_s * tokens)
+        if self._widens(tokens):
+            seconds += self.widen_s
+        if logit_rows:
+            seconds += max(self.head_read_s * self._stretch(logit_rows), self.head_row_s * logit_rows)
+            if self._widens(logit_rows):
+                seconds += self.head_widen_s
+        seconds += sum([attention.step_s(work) for attention in self.attention])
+        if self.state_row_s or self.state_token_s:
+            seconds += max(self.state_row_s * rows, self.state_token_s * tokens)
+        if self.ram_experts:
+            seconds += self.wait_s(work)
+        seconds = seconds + self.step_overhead_s + rows * self.row_overhead_s
+        return max(seconds, self.launch_s + rows * self.launch_row_s)
 
     def _widens(self, rows: int) -> bool:
         return self.widens_above_rows is not None and rows > self.widens_above_rows

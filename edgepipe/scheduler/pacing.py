@@ -47,6 +47,7 @@ _SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for 
 _PRECISION = 16  # sizes are found within a sixteenth
 _BESIDE_BATCH = 1.35  # turn of chats beside a batch, as a multiple of their turn alone
 _MOST_BATCH_ROWS = 1024
+_POSITIONS_ALIKE = 8192  # a choice beside decodes holds for a fifth of these tokens, and of a later position
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
 _EQUAL_ENDS = 0.02  # the same of a prompt's last moment, if no sequence decodes: each step costs the hosts work
 _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a quarter of one
@@ -172,6 +173,7 @@ class Pacer:
         self._tokens = 0  # size of the newest chunk: where the search for the next one begins
         # Newest choice beside decodes, and its load.
         self._beside: tuple[tuple[int, int, int, bool], Chunk] | None = None
+        self._checked = False  # the last use of that choice predicted its time again: every second one does
         # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
         self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
         self._chat_turns = ChatTurns(_BESIDE_BATCH)
@@ -380,9 +382,16 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (waiting.position >> 10, _about(waiting.decodes), waiting.micro_batches, waiting.batch)
-        if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
-            return self._beside[1]
+        load = (
+            _about(waiting.position + _POSITIONS_ALIKE),
+            _about(waiting.decodes),
+            waiting.micro_batches,
+            waiting.batch,
+        )
+        if self._beside is not None and self._beside[0] == load:
+            self._checked = not self._checked
+            if not self._checked or self._holds(waiting, self._beside[1]):
+                return self._beside[1]
         decodes = waiting.chats if waiting.batch else waiting.decodes
         alone = self.passage(_decodes(waiting, -(-decodes // waiting.micro_batches)))
         if alone is None:
@@ -485,7 +494,7 @@ def _largest(slices: Sequence[Callable[[StepWork], float]], position: int, *, mo
 
 
 def _chunk(position: int, tokens: int) -> StepWork:
-    return StepWork.of_rows((position,), (tokens,), logit_rows=1)
+    return StepWork(tokens, 1, position + tokens, tokens * (position + (tokens + 1) / 2), 1)
 
 
 def _decodes(waiting: Waiting, rows: int) -> StepWork:
@@ -496,11 +505,6 @@ def _decodes(waiting: Waiting, rows: int) -> StepWork:
 
 def _riding(waiting: Waiting, tokens: int, rows: int) -> StepWork:
     """Return the work of a step in which decodes ride with a chunk."""
-    chunk, kv_tokens = _chunk(waiting.position, tokens), rows * max(1, waiting.context)
-    return StepWork(
-        tokens=tokens + rows,
-        rows=chunk.rows + rows,
-        kv_tokens=chunk.kv_tokens + kv_tokens,
-        attention_pairs=chunk.attention_pairs + kv_tokens,
-        logit_rows=chunk.logit_rows + rows,
-    )
+    kv_tokens = rows * max(1, waiting.context)
+    pairs = tokens * (waiting.position + (tokens + 1) / 2) + kv_tokens
+    return StepWork(tokens + rows, 1 + rows, waiting.position + tokens + kv_tokens, pairs, 1 + rows)

@@ -98,8 +98,10 @@ class ThrottledPolicy:
     def budget(self, load: Load) -> StepBudget:
         """Return an even share of the decodes and the prefill tokens that may go beside it."""
         decode_rows = even_share(load)
+        if not load.waiting_prefill_tokens:
+            return StepBudget(decode_rows, 0)
         prefill_tokens = self._prefill(load, beside=min(decode_rows, load.ready_decodes))
-        return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
+        return StepBudget(decode_rows, prefill_tokens)
 
     def _prefill(self, load: Load, *, beside: int) -> int:
         free_tokens = load.free_blocks * load.block_size + load.reserved_tokens

@@ -47,7 +47,8 @@ from edgepipe.scheduler.types import (
 _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
 _FEW_TURNS = 2  # of so many steps ahead at most, the next ones are planned once none is left, of more once one is left
 _TURNS_WITHOUT_DRAFTS = 16  # after so many turns without drafts, steps are planned as if none came
-_TURNS_ALONE = 8  # without batches, one of so many turns of chats is measured: a forecast takes time
+_TURNS_ALONE = 32  # without batches, one of so many turns of chats is measured: a forecast takes time
+_DECODE = Phase.DECODE  # looked up for each token
 
 
 class Scheduler:
@@ -78,6 +79,7 @@ class Scheduler:
         self._drafting: Drafting | None = None
         self._chunk: Chunk | None = None  # newest choice of the pacer
         self._beside_chats: BesideChats | None = None  # newest choice of what batches may decode; None without a bound
+        self._decode_steps = limits.micro_batches  # most steps in flight with decodes
         self._prompt_slot = False  # whether fewer than P steps in flight hold prompt tokens
         self._may_add_chunk = True  # whether a step of prompts alone may join those in flight while sequences decode
         self._last_step = 0
@@ -198,9 +200,12 @@ class Scheduler:
         planned ahead counts once the step that it follows has retired. Suspected sequences take turns with all others,
         so both kinds together then have the larger of M and P.
         """
-        if self._prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
+        prompts = self._prompts
+        if not (prompts or self._ready or len(self._waiting) or self._plans_ahead):
             return None
-        self._beside_chats = self._choose_beside_chats()
+        if prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
+            return None
+        self._beside_chats = self._choose_beside_chats() if self._chats_beside_batches else None
         preemptions = self._preemptions
         builder = self._fill()
         # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
@@ -273,13 +278,16 @@ class Scheduler:
             self._tables.note_copied(record.copies)
             self._head_does_not_fit = False
         events: list[Event] = []
-        self._note_windows(record, ids)
-        if now_s is not None and self._num_chats and self._pacer is not None:
+        if record.windows:
+            self._note_windows(record, ids)
+        if now_s is not None and self._num_chats and self._pacer is not None and record.decodes:
             self._note_turn(self._pacer, record, now_s)
         for sequence, sampled in zip(record.decodes, ids, strict=False):  # ids of the chunks come after
-            self._computed(sequence, len(sequence.tokens))
+            sequence.in_flight -= 1
+            if len(sequence.tokens) >= sequence.next_full:
+                self._tables.note_computed(sequence, len(sequence.tokens))
             self._append(sequence, sampled, events)
-            if sequence.phase is not Phase.DECODE:
+            if sequence.phase is not _DECODE:
                 self._release_if_idle(sequence)
         rows = iter(ids[len(record.decodes) :])
         for sequence, end, samples in record.chunks:
@@ -387,6 +395,7 @@ class Scheduler:
         """Alternate isolated and shared steps while there is work for both. Return None if no row is ready."""
         self._choose_turn()
         self._prompt_slot = self._choose_chunk()
+        self._decode_steps = self._most_decode_steps()
         if self._is_full:
             return None
         if self._prompts.any_suspected and not self._isolated_last:
@@ -407,6 +416,8 @@ class Scheduler:
 
     @property
     def _step_policy(self) -> Policy:
+        if self._way is None:
+            return self._policy
         way = self._batch_way
         return self._policy if way is None else way.policy
 
@@ -417,6 +428,8 @@ class Scheduler:
 
     def _choose_turn(self) -> None:
         """Begin or leave the phases, and change from decodes to prompts when that pays."""
+        if self._way is None:
+            return
         phases = self._phases
         if phases is None:
             self._turn = Turn.MIXED
@@ -448,8 +461,10 @@ class Scheduler:
 
     def _choose_chunk(self) -> bool:
         """Choose P and the size of the next step with prompt tokens. Return whether fewer than P are in flight."""
+        if not self._unscheduled_prefill:
+            return False
         if not self._prompts_go:
-            return self._unscheduled_prefill > 0
+            return True
         # Decodes that come back may ride in one step more, for one without decodes that will not be followed.
         more = bool(self._ready) and self._steps.only_chunks > 0
         if self._steps.chunks < self.prompt_steps + more and self._pacer is not None:
@@ -467,11 +482,12 @@ class Scheduler:
         """Whether fewer steps in flight hold decodes than may."""
         return self._turn is not Turn.PROMPTS and self._steps.decodes < self._decode_steps
 
-    @property
-    def _decode_steps(self) -> int:
-        """M, or P if that is less while prompts wait: decodes that ride with chunks save a read of the weights."""
+    def _most_decode_steps(self) -> int:
+        """Return M, or P if that is less while prompts wait: decodes that ride with chunks save a read of weights."""
         most = self._limits.micro_batches if self._beside_chats is None else self._beside_chats.in_flight
-        return min(most, self.prompt_steps) if self._prompts_go and self.prompt_steps > 1 else most
+        if not self._unscheduled_prefill or not self._prompts_go:
+            return most
+        return min(most, self.prompt_steps) if self.prompt_steps > 1 else most
 
     @property
     def _is_full(self) -> bool:
@@ -541,14 +557,16 @@ class Scheduler:
 
     def _choose_beside_chats(self) -> BesideChats | None:
         """Return what batches may decode, so that chats hardly notice them; None without a bound."""
-        if self._pacer is None or not self._chats_beside_batches:
+        if self._pacer is None:
             return None
         context, micro_batches = self._mean_context, self._limits.micro_batches
         return self._pacer.beside_chats(self._num_chats, context=context, micro_batches=micro_batches)
 
     def _note_turn(self, pacer: Pacer, step: InFlight, now_s: float) -> None:
         """Tell the pacer how long a turn of a chat took, unless prompts of chats have lengthened it."""
-        chat = next((each for each in step.decodes if not each.is_batch), None)
+        chat = step.decodes[0]
+        if chat.is_batch:
+            chat = next((each for each in step.decodes if not each.is_batch), None)
         if chat is None:
             return
         before_s, chat.decoded_s = chat.decoded_s, now_s
@@ -676,19 +694,17 @@ class Scheduler:
             running = min(running, self._num_chats + beside.rows * beside.in_flight)
             ready = min(ready, self._num_chats + beside.rows)
         return Load(
-            micro_batches=self._decode_steps,
-            sampling_rows_in_flight=tuple(
-                [0 if step.isolated else step.num_sampling for step in self._in_flight if step.after is None]
-            ),
-            running_decodes=running,
-            ready_decodes=ready,
-            waiting_prefill_tokens=self._unscheduled_prefill,
-            num_blocks=self._tables.num_blocks,
-            free_blocks=self._tables.free_blocks,
-            block_size=self._limits.block_size,
-            reserved_tokens=self._prompts.unscheduled_tokens,
-            step_tokens=None if self._chunk is None else self._chunk.step_tokens,
-            most_prefill_tokens=self._most_prefill_tokens(),
+            self._decode_steps,
+            tuple([0 if step.isolated else step.num_sampling for step in self._in_flight if step.after is None]),
+            running,
+            ready,
+            self._unscheduled_prefill,
+            self._tables.num_blocks,
+            self._tables.free_blocks,
+            self._limits.block_size,
+            self._prompts.unscheduled_tokens if self._prompts else 0,
+            None if self._chunk is None else self._chunk.step_tokens,
+            self._most_prefill_tokens() if self._unscheduled_prefill else None,
         )
 
     def _most_prefill_tokens(self) -> int | None:
@@ -723,9 +739,10 @@ class Scheduler:
                 deferred.append(sequence)
                 # A deferred sequence may be preempted meanwhile.
                 deferred = [waiting for waiting in deferred if waiting.phase is Phase.DECODE]
-        for waiting in (*reversed(held_back), *reversed(deferred)):
-            if waiting.phase is Phase.DECODE:
-                ready.appendleft(waiting)
+        if deferred or held_back:
+            for waiting in (*reversed(held_back), *reversed(deferred)):
+                if waiting.phase is Phase.DECODE:
+                    ready.appendleft(waiting)
 
     def _share(self, rows: int) -> Share | None:
         """Return what windows of a step with so many decodes share; None if there are no windows."""
@@ -793,7 +810,7 @@ class Scheduler:
         return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
 
     def _add_prefills(self, builder: StepBuilder, budget: int) -> None:
-        if not self._may_prefill(beside_decodes=bool(builder.decodes)):
+        if not self._unscheduled_prefill or not self._may_prefill(beside_decodes=bool(builder.decodes)):
             return
         self._fill_windows()
         if budget > 0 and len(self._waiting):
@@ -944,25 +961,27 @@ class Scheduler:
         if sequence.phase is Phase.ENDED:
             return  # cancelled meanwhile: drop the tokens
         tokens, reason = sequence.tokens, None
-        before = len(tokens)
+        before = count = len(tokens)
         for token_id in token_ids:
-            events.append(TokenSampled(sequence.sequence, len(tokens) - sequence.prompt_tokens, token_id))
+            events.append(TokenSampled(sequence.sequence, count - sequence.prompt_tokens, token_id))
             tokens.append(token_id)
+            count += 1
             if token_id in sequence.stop_ids:
                 reason = EndReason.STOP
-            elif len(tokens) >= sequence.limit:
-                reason = sequence.limit_reason
-            if reason is not None:
                 break
-        if len(tokens) > before + 1 and len(tokens) > sequence.next_full:
-            self._tables.note_computed(sequence, len(tokens) - 1)
-        if sequence.phase is Phase.WAITING:
+            if count >= sequence.limit:
+                reason = sequence.limit_reason
+                break
+        if count > before + 1 and count > sequence.next_full:
+            self._tables.note_computed(sequence, count - 1)
+        if sequence.phase is _DECODE:
+            if reason is None and sequence.scheduled < count:
+                self._ready.append(sequence)  # no step that was planned ahead holds the newest token
+        elif sequence.phase is Phase.WAITING:
             # Preempted meanwhile: the tokens count and are computed again with the rest.
-            self._unscheduled_prefill += len(tokens) - before
+            self._unscheduled_prefill += count - before
         if reason is not None:
             self._end(sequence, reason, events)
-        elif sequence.phase is Phase.DECODE and sequence.scheduled < len(tokens):
-            self._ready.append(sequence)  # no step that was planned ahead holds the newest token
 
     def _end_reason(self, sequence: Sequence) -> EndReason | None:
         tokens = sequence.tokens

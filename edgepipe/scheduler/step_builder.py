@@ -45,8 +45,8 @@ class StepBuilder:
         self.chunks: list[tuple[Sequence, int, bool]] = []
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
-        self._num_tokens: list[int] = []  # number of tokens of each row
-        self._drafts: list[int] = []  # most drafts that each row's sequence can use next
+        self._chunk_tokens: list[int] = []  # number of tokens of each chunk
+        self._wanted: dict[int, int] = {}  # by row: most drafts that its sequence can use next, if any
         self._token_ids: list[int] = []
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []
@@ -81,30 +81,46 @@ class StepBuilder:
         ``wanted``: most drafts that its next row can use. It runs for every sampled token: keep it fast.
         """
         tokens = sequence.tokens
-        self._add_tokens(sequence, len(tokens), tokens[-1], drafts, wanted)
+        sequence.scheduled = count = len(tokens)
+        sequence.in_flight += 1
+        self._positions.append(count - 1)
+        self._token_ids.append(tokens[-1])
+        if drafts.ids or wanted:
+            self._add_drafts(drafts, wanted)
+        if sequence.new_runs:  # all tables of a decode grow together, those of windows, too
+            self._tell(sequence)
+        if self._slots is not None:
+            self._add_state(self._slots, sequence, count - 1, 1 + len(drafts.ids))
+        self.decodes.append(sequence)
 
     def add_next(self, sequence: Sequence, *, wanted: int = 0) -> None:
         """Schedule the token that the step ``after`` samples, whose id is not known yet."""
-        self._add_tokens(sequence, sequence.scheduled + 1, 0, NO_DRAFTS, wanted)
-
-    def _add_tokens(self, sequence: Sequence, count: int, token_id: int, drafts: Drafts, wanted: int) -> None:
-        """Schedule token number ``count``, and drafts behind it."""
-        sequence.scheduled = count
+        sequence.scheduled = count = sequence.scheduled + 1
         sequence.in_flight += 1
         self._positions.append(count - 1)
-        self._token_ids.append(token_id)
-        self._num_tokens.append(1 + len(drafts.ids))
+        self._token_ids.append(0)
+        if wanted:
+            self._add_drafts(NO_DRAFTS, wanted)
+        if sequence.new_runs:
+            self._tell(sequence)
+        if self._slots is not None:
+            self._add_state(self._slots, sequence, count - 1, 1)
+        self.decodes.append(sequence)
+
+    def _add_drafts(self, drafts: Drafts, wanted: int) -> None:
+        """Add what follows the next decode's token, and how many drafts its sequence can use after that."""
+        row = len(self.decodes)
         if drafts.ids:
             self._token_ids += drafts.ids
-            self.windows[len(self.decodes)] = drafts
-        self._drafts.append(wanted)
-        if sequence.new_runs:  # all tables of a decode grow together, those of windows, too
-            self._tell(sequence)
-        if self._slots is not None and drafts.ids:
-            self._states.append(self._slots.plan_window(sequence, count - 1, 1 + len(drafts.ids)))
-        elif self._slots is not None:
-            self._states.append(self._slots.plan(sequence, count - 1, count, output=True))
-        self.decodes.append(sequence)
+            self.windows[row] = drafts
+        if wanted:
+            self._wanted[row] = wanted
+
+    def _add_state(self, slots: StateClass, sequence: Sequence, start: int, count: int) -> None:
+        if count > 1:
+            self._states.append(slots.plan_window(sequence, start, count))
+        else:
+            self._states.append(slots.plan(sequence, start, start + 1, output=True))
 
     def add_chunk(self, sequence: Sequence, num_tokens: int, *, wanted: int = 0) -> None:
         """Schedule the next ``num_tokens`` known tokens of a sequence. The row samples if they are the last ones.
@@ -119,8 +135,9 @@ class StepBuilder:
         self._tell(sequence)
         self.chunks.append((sequence, end, end == len(sequence.tokens)))
         self._positions.append(start)
-        self._num_tokens.append(num_tokens)
-        self._drafts.append(wanted)
+        self._chunk_tokens.append(num_tokens)
+        if wanted:
+            self._wanted[len(self.decodes) + len(self.chunks) - 1] = wanted
         self._token_ids += sequence.tokens[start:end]
         if self._slots is not None:
             self._states.append(self._slots.plan(sequence, start, end, output=False))
@@ -131,29 +148,40 @@ class StepBuilder:
         self, step: StepId, frees: list[SequenceId], moves: tuple[TierMove, ...] = (), *, home: bool
     ) -> ScheduledStep:
         """Return the finished step. ``home``: a step may follow it, if it samples."""
-        samples = [int(samples) for _, _, samples in self.chunks]
+        chunks = self.chunks
         sequences = [sequence.sequence for sequence in self.decodes]
-        sequences += [sequence.sequence for sequence, _, _ in self.chunks]
+        samples: tuple[int, ...] = (1,) * len(sequences)
+        if self.windows:
+            samples = tuple([1 + len(self.windows.get(row, NO_DRAFTS).ids) for row in range(len(sequences))])
+        num_tokens = samples
+        if chunks:
+            sequences += [sequence.sequence for sequence, _, _ in chunks]
+            num_tokens += tuple(self._chunk_tokens)
+            samples += tuple([int(samples) for _, _, samples in chunks])
+        windows: tuple[WindowBlocks, ...] = ()
+        if self._windows:
+            windows = tuple([WindowBlocks(*zip(*runs, strict=True)) if runs else _NONE for runs in self._windows])
+        wanted = self._wanted
         return ScheduledStep(
-            step=step,
-            sequences=tuple(sequences),
-            positions=tuple(self._positions),
-            num_tokens=tuple(self._num_tokens),
-            samples=(*self._num_tokens[: len(self.decodes)], *samples),
-            token_ids=tuple(self._token_ids),
-            block_rows=tuple(self._block_rows),
-            block_starts=tuple(self._block_starts),
-            block_counts=tuple(self._block_counts),
-            registers=tuple(self._registers),
-            frees=tuple(frees),
-            copies=tuple(self.copies),
-            moves=moves,
-            windows=tuple([WindowBlocks(*zip(*runs, strict=True)) if runs else _NONE for runs in self._windows]),
-            states=tuple(self._states),
-            drafts=tuple(self._drafts) if any(self._drafts) else (),
-            last_slice=self._last_slice,
-            after=self.after,
-            home=home and (bool(self.decodes) or any(samples for _, _, samples in self.chunks)),
+            step,
+            tuple(sequences),
+            tuple(self._positions),
+            num_tokens,
+            samples,
+            tuple(self._token_ids),
+            tuple(self._block_rows),
+            tuple(self._block_starts),
+            tuple(self._block_counts),
+            tuple(self._registers),
+            tuple(frees),
+            tuple(self.copies),
+            moves,
+            windows,
+            tuple(self._states),
+            tuple([wanted.get(row, 0) for row in range(len(sequences))]) if wanted else (),
+            self._last_slice,
+            self.after,
+            home and any(samples),
         )
 
     def _tell(self, sequence: Sequence) -> None:
