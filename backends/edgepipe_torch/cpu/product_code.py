@@ -51,11 +51,12 @@ class ProductCode:
     def panel_rows(self) -> int:
         """Rows from which on weights are unpacked to memory once for all, measured.
 
-        With vectors of 16 floats earlier for two planes. With narrower ones, four parts of four rows are faster.
+        With vectors of 16 floats earlier for two planes, whose codes take more work. With narrower ones, four parts of
+        four rows are faster.
         """
         if self._width < TILE:
             return 17
-        return 12 if self._kind.split else 16
+        return 13 if self._kind.split else 25
 
     @property
     def tile_counts(self) -> list[int]:
