@@ -25,7 +25,7 @@ from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
 from kernel_code import H100, RTX_4090, bytes_in_flight, codes_of, find_disassembler
 from llama_cpp import llama_cpp, native_llama_cpp
-from packed_quality import kv_rows, quality_rows
+from packed_quality import kv_rows, products_rows, quality_rows
 from parts import Part, run_parts
 
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
@@ -143,6 +143,24 @@ def type_rows(model: Path) -> list[Row]:
     return rows
 
 
+def integer_rows(model: Path) -> list[Row]:
+    """Compare products whose inputs are rounded to integers with others: quality, and speed on one thread in turns."""
+    weights, rows = open_weights(model), products_rows(model)
+    names = ("auto", "int16", "int8")
+    stages = [Ours(weights, device="cpu", threads=1, settings={"products": name}) for name in names]
+    for what, tokens, works in (
+        ("decode, 1 row", NEW_TOKENS, [stage.decode(1) for stage in stages]),
+        ("decode, 16 rows", 16 * NEW_TOKENS, [stage.decode(16) for stage in stages]),
+        ("prefill, 512 tokens", 512, [stage.prefill(512) for stage in stages]),
+    ):
+        floats, *rates = _rates(tokens, works)
+        rows += [
+            Row(f"products={name}, {what}", rate, "tok/s", floats, "inputs of float32", rate / floats)
+            for name, rate in zip(names[1:], rates, strict=True)
+        ]
+    return rows
+
+
 def instruction_rows(types: Sequence[str]) -> list[Row]:
     """Describe the compiled CUDA products of types, as an RTX 4090 runs them."""
     try:
@@ -188,6 +206,7 @@ PARTS: dict[str, Part] = {
     "speed": _of_demo(speed_rows),
     "types": _of_demo(type_rows),
     "kv": _of_demo(kv_rows),
+    "integers": _of_demo(integer_rows),
     "quality": lambda full: quality_rows(stored_demo().path, ALL_TYPES if full else SHORT_TYPES),
 }
 NAMED: dict[str, Part] = {"instructions": lambda full: instruction_rows(list(FORMS) if full else KERNEL_TYPES)}

@@ -53,6 +53,8 @@ CHECKED_ROWS, EQUAL = 64, 0.999  # results of bf16 products that are those of to
 # rounding noise: codes of 7 bits would have 4 times as much, and of half of the heads 2.5 times. KV of 4 bits: 5.1e-2
 # (torch, 1,024 tokens).
 KV_ALLOWED = {"8bit": 1.5e-3, "4bit": 8e-2}
+# Mean KL of products whose inputs are rounded to integers, and of how many tokens.
+PRODUCTS_ALLOWED, PRODUCTS_TOKENS = {"int16": 1e-5, "int8": 5e-2}, 512
 
 Floats = npt.NDArray[np.float32]
 MakeBackend = Callable[[], Backend]
@@ -221,6 +223,19 @@ def kv_rows(model: Path) -> list[Row]:
     return rows
 
 
+def products_rows(model: Path) -> list[Row]:
+    """Rows of products whose inputs are rounded to integers, against those with inputs of float32."""
+    tokens, source = _tokens(model)[:PRODUCTS_TOKENS], open_weights(model)
+    reference = list(logits_of([_torch("auto", threads=1)], source, tokens))
+    rows: list[Row] = []
+    for products, allowed in PRODUCTS_ALLOWED.items():
+        found = compare(reference, logits_of([_torch("auto", threads=1, products=products)], source, tokens))
+        kl, note = float(found.kl.mean()), f"largest {found.kl.max():.1e}; same token {found.same.mean():.1%}"
+        name = f"KL, products={products}, {len(tokens)} tokens"
+        rows.append(Row(name, kl, "nats", allowed, "bound", kl / allowed, note, kl <= allowed))
+    return rows
+
+
 def _tokens(model: Path) -> list[int]:
     return Tokenizer.from_file(model / "tokenizer.json").encode(REFERENCE_TEXT)[:TOKENS]
 
@@ -261,8 +276,9 @@ def _save_mlx_logits(model: Path, tokens: Sequence[int], ring: bool, path: Path)
     return path
 
 
-def _torch(dtype: str, kv: str = "", threads: int = 2) -> MakeBackend:
-    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=threads, kv=kv))
+def _torch(dtype: str, kv: str = "", threads: int = 2, products: str = "auto") -> MakeBackend:
+    settings = {"products": products}
+    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=threads, kv=kv, settings=settings))
 
 
 def _exact_torch(dtype: str) -> MakeBackend:

@@ -22,9 +22,9 @@ def make_device(options: BackendOptions) -> Device:
     place = _choose_place(options.device)
     is_cpu = place.type == "cpu"
     dtype = _choose_dtype(options.dtype, torch.float32 if is_cpu else torch.bfloat16)
-    packed, kv = _keeps_packed(options), checked_kv(options.kv)
+    packed, kv, digits = _keeps_packed(options), checked_kv(options.kv), _input_digits(options)
     if is_cpu:
-        return CpuDevice(dtype, packed=packed, kv=kv)
+        return CpuDevice(dtype, packed=packed, kv=kv, digits=digits)
     return CudaDevice(place, dtype, packed=packed, packed_kv=bool(kv))
 
 
@@ -76,3 +76,15 @@ def _keeps_packed(options: BackendOptions) -> bool:
     if wanted not in ("auto", "wide"):
         raise ConfigInvalid(f"weights '{wanted}' are not known", next_step="choose auto or wide")
     return wanted == "auto"
+
+
+def _input_digits(options: BackendOptions) -> int:
+    """Return the bytes to which a CPU rounds inputs of packed weights, by the setting ``products``; 0: it does not.
+
+    Raises ConfigInvalid.
+    """
+    digits = {"auto": 0, "int16": 2, "int8": 1}
+    wanted = options.settings.get("products", "auto")
+    if wanted not in digits:
+        raise ConfigInvalid(f"products '{wanted}' are not known", next_step="choose auto, int16 or int8")
+    return digits[wanted]

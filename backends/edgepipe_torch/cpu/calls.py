@@ -37,7 +37,9 @@ class Product:
 
     work: Native  # called by ``KernelCalls.multiply``, through a segment
     take: Native  # segment, ids [T] int64, T, out [T, I] float32
+    prepare: int  # address of the function that prepares inputs
     by: str  # description for people: "own kernels (AVX2)"
+    digits: int = 0  # bytes of an input, which is rounded to an integer; 0: it stays float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class KernelCalls:
         self._recording: Recording | None = None
         self._calls = _openmp()
         self._multiply, self._replay = Native(frame, "multiply", 10), Native(frame, "replay", 2)
+        self.prepare: int = Native(frame, "prepare", 5).address
+        """Address of the function that prepares inputs of float32 products."""
         self._groups, self._join = Native(frame, "multiply_groups", 10), Native(vectors, "join", 7)
         self._normalise, self._swiglu = Native(vectors, "normalise", 8), Native(vectors, "swiglu", 4)
 

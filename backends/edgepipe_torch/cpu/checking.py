@@ -21,7 +21,8 @@ from torch import Tensor
 
 from edgepipe.spec.packed_form import CODEBOOKS
 from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Product
-from edgepipe_torch.cpu.frame import SEGMENT
+from edgepipe_torch.cpu.frame import SEGMENT, SUM_WORDS
+from edgepipe_torch.cpu.integer_code import rounded_inputs
 from edgepipe_torch.cpu.kinds import (
     E2M1_ZERO,
     NUM_FACTORS,
@@ -43,9 +44,10 @@ V = TypeVar("V", np.uint32, np.float16, np.float32)
 
 _FLOAT32_SUMS = 2.0**-18  # tolerance relative to the sum of all products' sizes
 _TINY = 1e-30
-ROW_COUNTS = (*range(1, 9), 11, 13, 16, 17, 19, 23, CHUNK_ROWS + 3)  # parts of every compiled size, two chunks
+ROW_COUNTS = (*range(1, 9), 11, 13, 16, 17, 19, 23, 25, 29, 35, CHUNK_ROWS + 3)  # parts of every compiled size, two chunks
 _GROUP = 16
 _INPUTS = PANEL_INPUTS + _GROUP  # more than a panel, an odd number of groups
+_SLOT = _INPUTS + SUM_WORDS * (_INPUTS // _GROUP)  # words of a row's prepared inputs
 _OUTPUTS = 2 * TILE + 5  # two whole tiles and a part of one
 _COLUMN = 3  # place of the first output; outputs before and behind belong to other segments
 _GROUP_ROWS = (3, 1, 20)
@@ -90,25 +92,26 @@ class RandomWeight:
             self.factors[SUM_FACTOR] = 2.0**_OFFSET_EXPONENT
             self.factors[OFFSET_FACTOR] = 2.0 ** (_OFFSET_EXPONENT - exponent)
         if kind.number:
-            self.values = _rows(numbers.float().numpy()).astype(np.float64)
+            self.levels = self.values = _rows(numbers.float().numpy()).astype(np.float64)
             self.sizes = np.abs(self.values)
             return
         codes = self._codes()
         levels = (CODEBOOKS["e4m3"][codes] if kind.floats else codes).astype(np.float64) - self.zero
         scales = self._by_input(self.scale) * 2.0**_SCALE_EXPONENT
         offsets = self._by_input(self.offset) * (2.0**_OFFSET_EXPONENT if kind.added else 0.0)
-        self.values = levels * scales + offsets
+        self.levels = levels * scales  # values without offsets
+        self.values = self.levels + offsets
         # Sizes of the terms that the kernels add up.
         self.sizes = (np.abs(levels) + self.zero) * scales + np.abs(offsets)
 
-    def segment(self, work: int) -> npt.NDArray[np.int64]:
-        """Return the kernels' fields; ``work``: address of the kind's function."""
+    def segment(self, product: Product) -> npt.NDArray[np.int64]:
+        """Return the kernels' fields."""
         arrays = {name: getattr(self, name).ctypes.data for name in ("low", "scale", "order", "bias", "factors")}
         values = arrays | {
-            "work": work,
+            "work": product.work.address,
+            "prepare": product.prepare,
             "high": self.high.ctypes.data if self.kind.high_bits else 0,
             "offset": self.offset.ctypes.data if self.kind.added else 0,
-            "prepares": 1,
             "inputs": _INPUTS,
             "groups": _INPUTS // _GROUP,
             "blocks": _GROUP // 8,
@@ -135,18 +138,19 @@ def product_error(kernels: KernelCalls, kind: Kind, product: Product) -> float:
     rng = np.random.default_rng(5)
     counts = ROW_COUNTS
     weight = RandomWeight(kind, rng)
-    segment = weight.segment(product.work.address)
+    segment = weight.segment(product)
     x = rng.standard_normal((counts[-1], _INPUTS), np.float32)
-    ordered = x[:, weight.order].astype(np.float64)
-    expected = ordered @ weight.values.T + weight.bias[:_OUTPUTS]
+    own = x[:, weight.order]
+    ordered, rounded = own.astype(np.float64), rounded_inputs(own, _GROUP, product.digits) if product.digits else own
+    expected = rounded @ weight.levels.T + ordered @ (weight.values - weight.levels).T + weight.bias[:_OUTPUTS]
     bound = _FLOAT32_SUMS * (np.abs(ordered) @ weight.sizes.T + np.abs(weight.bias[:_OUTPUTS]))
-    worst, slot = 0.0, _INPUTS + _INPUTS // _GROUP
+    worst = 0.0
     for count, threads in (*((count, 1) for count in counts), (counts[0], 2), (counts[-1], 2)):
         accumulate = count % 2
         out = torch.ones(count, _OUTPUTS + 2 * _COLUMN)
-        inputs, scratch = torch.from_numpy(x[:count]), torch.empty(count * slot)
+        inputs, scratch = torch.from_numpy(x[:count]), torch.empty(count * _SLOT)
         first = segment.ctypes.data
-        kernels.multiply(first, inputs, out, scratch, slot=slot, accumulate=bool(accumulate), threads=threads)
+        kernels.multiply(first, inputs, out, scratch, slot=_SLOT, accumulate=bool(accumulate), threads=threads)
         found = out.double().numpy()
         if not (found[:, :_COLUMN] == 1).all() or not (found[:, _COLUMN + _OUTPUTS :] == 1).all():
             return math.inf
@@ -168,14 +172,14 @@ def _group_error(
     bound: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     """Return the errors of groups of rows that have the same weight, on one thread and on two."""
-    rows, slot = sum(_GROUP_ROWS), _INPUTS + _INPUTS // _GROUP
+    rows = sum(_GROUP_ROWS)
     firsts = np.cumsum((0, *_GROUP_ROWS[:-1]))
     groups = np.array([(segment.ctypes.data, first, count) for first, count in zip(firsts, _GROUP_ROWS, strict=True)])
     errors: list[npt.NDArray[np.float64]] = []
     for threads in (1, 2):
-        out, scratch = torch.zeros(rows, _OUTPUTS + 2 * _COLUMN), torch.empty(rows * slot)
+        out, scratch = torch.zeros(rows, _OUTPUTS + 2 * _COLUMN), torch.empty(rows * _SLOT)
         inputs = torch.from_numpy(x[:rows])
-        kernels.multiply_groups(groups, inputs, out, scratch, pitch=slot, slot=slot, threads=threads)
+        kernels.multiply_groups(groups, inputs, out, scratch, pitch=_SLOT, slot=_SLOT, threads=threads)
         found = out.double().numpy()[:, _COLUMN : _COLUMN + _OUTPUTS]
         errors.append((found - expected[:rows]) / bound[:rows])
     return np.stack(errors)

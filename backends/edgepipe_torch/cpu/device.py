@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ from edgepipe_torch.layers.routing import Choose
 from edgepipe_torch.layers.step_ops import StepOps, TorchOps
 from edgepipe_torch.layers.transfer import Transfer
 
+logger = logging.getLogger(__name__)
+
 
 class CpuDevice(Device):
     """Float32 by kernels, or bf16 by torch's operations."""
@@ -57,10 +60,17 @@ class CpuDevice(Device):
     block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
 
     def __init__(
-        self, dtype: torch.dtype, *, packed: bool = True, kv: str = "", kernels: Kernels | None = None
+        self,
+        dtype: torch.dtype,
+        *,
+        packed: bool = True,
+        kv: str = "",
+        digits: int = 0,
+        kernels: Kernels | None = None,
     ) -> None:
         """``packed``: weights with a form stay so where this type allows. ``kv``: form of the KV; empty: ``dtype``.
 
+        digits   of inputs of packed weights (``CpuKernels.product``)
         kernels  None for this process's
         """
         self.place = torch.device("cpu")
@@ -70,6 +80,7 @@ class CpuDevice(Device):
         self.transfer: Transfer = HostTransfer()
         self.cache: ShardCache | None = None  # file of repacked weights, which may still be written
         self._kv = kv
+        self._digits = digits
         self._given = kernels
         self._reset()
 
@@ -96,12 +107,22 @@ class CpuDevice(Device):
 
     def start_load(self, kept: RepackedPlace | None) -> None:
         self.cache = ShardCache(kept, self._memory) if kept is not None and self.packed else None
+        kernels = self._kernels if self._digits else None
+        if isinstance(kernels, CpuKernels) and not kernels.adds_bytes:
+            logger.warning("inputs stay float32: this CPU adds no products of bytes (AVX-512 VNNI or AVX-VNNI)")
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS
         if any(parts.forms):
             return PackedCpuLinear(
-                role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert, memory=self._memory
+                role,
+                in_features,
+                sizes,
+                self.workspace,
+                self._given,
+                tiled_floats=is_expert,
+                memory=self._memory,
+                digits=self._digits,
             )
         if self.dtype != torch.float32:
             return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)

@@ -11,7 +11,7 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "next",  # the next segment, or 0
     "work",  # function of the kind
     "slot",  # slot that holds the prepared inputs
-    "prepares",  # 1: this segment prepares its slot
+    "prepare",  # function that prepares the slot; 0 if a segment before this one does
     "order",  # int32 [I], or 0
     "low",
     "high",
@@ -25,6 +25,7 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "outputs",
     "column",  # place of the first output
 )
+SUM_WORDS = 4  # of each group and row behind the prepared inputs, at most
 CALL_FIELDS = 11  # fields of a recorded call: the function's address and its arguments
 ATTRIBUTES = 'attributes #0 = { nounwind "min-legal-vector-width"="512" }\n'
 
@@ -41,8 +42,8 @@ def frame_module(more: Sequence[str] = ()) -> str:
 def _multiply() -> str:
     """Write ``multiply``: x [rows, I] times all segments into out, whose rows are ``stride`` floats apart.
 
-    ``scratch``: ``num_slots * rows * slot`` floats, slot = I + the most groups. ``calls``: addresses of GOMP_parallel,
-    omp_get_thread_num and omp_get_num_threads, for a ``count`` of several threads.
+    ``scratch``: ``num_slots * rows * slot`` floats, slot = I + SUM_WORDS * the most groups. ``calls``: addresses of
+    GOMP_parallel, omp_get_thread_num and omp_get_num_threads, for a ``count`` of several threads.
     """
     names = ["ptr %segment", "ptr %x", "i64 %rows", "ptr %out", "i64 %stride", "i64 %accumulate", "ptr %scratch"]
     code = Function("multiply", [*names, "i64 %slot", "i64 %count", "ptr %calls"])
@@ -109,9 +110,10 @@ def _prepare_chain() -> str:
     code.label("prepare")
     segment = code.load("ptr", current)
     field = read_fields(code, segment)
-    wanted = code.value(f"icmp ne i64 {field['prepares']}, 0")
+    wanted = code.value(f"icmp ne ptr {field['prepare']}, null")
     xs, sums = _slot(code, field, "%scratch", "%rows", "%slot")
-    code.branch(wanted, lambda: code.do(f"call void @prepare(ptr {segment}, ptr %x, i64 %rows, ptr {xs}, ptr {sums})"))
+    arguments = f"ptr {segment}, ptr %x, i64 %rows, ptr {xs}, ptr {sums}"
+    code.branch(wanted, lambda: code.do(f"call void {field['prepare']}({arguments})"))
     code.store("ptr", field["next"], current)
     code.do(f"br i1 {code.is_null(field['next'])}, label %done, label %prepare")
     code.label("done")
@@ -124,8 +126,6 @@ def _prepare() -> str:
     field = read_fields(code, "%segment")
     eight = "<8 x float>"
     sum_factor = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
-    spare = code.variable("[8 x float]")
-    ordered = code.value(f"icmp ne ptr {field['order']}, null")
 
     def row(index: str) -> None:
         source = code.at("float", "%x", code.mul(index, field["inputs"]))
@@ -141,19 +141,7 @@ def _prepare() -> str:
                 half = code.value(f"and i64 {start}, 8")
                 factors = code.load(eight, code.at("float", field["factors"], half))
 
-                def gather() -> None:
-                    for place in range(8):
-                        place_at = code.add(start, place)
-                        from_index = code.load("i32", code.at("i32", field["order"], place_at))
-                        wide = code.value(f"sext i32 {from_index} to i64")
-                        value = code.load("float", code.at("float", source, wide))
-                        code.store("float", value, code.at("float", spare, str(place)))
-
-                def copy() -> None:
-                    code.store(eight, code.load(eight, code.at("float", source, start)), spare)
-
-                code.branch(ordered, gather, copy)
-                values = code.load(eight, spare)
+                values = load_inputs(code, field, source, start)
                 code.store(eight, code.value(f"fadd {eight} {code.load(eight, total)}, {values}"), total)
                 code.store(eight, code.value(f"fmul {eight} {values}, {factors}"), code.at("float", target, start))
 
@@ -168,6 +156,23 @@ def _prepare() -> str:
 
     code.loop("0", "%rows", row)
     return code.text() + "declare float @llvm.vector.reduce.fadd.v8f32(float, <8 x float>)\n"
+
+
+def load_inputs(code: Function, field: dict[str, str], source: str, start: str) -> str:
+    """Return 8 inputs of a row, from place ``start`` of the segment's order on."""
+    eight, spare = "<8 x float>", code.variable("[8 x float]")
+
+    def gather() -> None:
+        for place in range(8):
+            from_index = code.load("i32", code.at("i32", field["order"], code.add(start, place)))
+            value = code.load("float", code.at("float", source, code.value(f"sext i32 {from_index} to i64")))
+            code.store("float", value, code.at("float", spare, str(place)))
+
+    def copy() -> None:
+        code.store(eight, code.load(eight, code.at("float", source, start)), spare)
+
+    code.branch(code.is_null(field["order"]), copy, gather)
+    return code.load(eight, spare)
 
 
 def _replay() -> str:
@@ -197,7 +202,7 @@ def _slot(code: Function, field: dict[str, str], scratch: str, rows: str, slot: 
 
 def read_fields(code: Function, segment: str) -> dict[str, str]:
     """Read a segment's fields; unused ones cost nothing after optimisation."""
-    addresses = ("next", "work", "order", "low", "high", "scale", "offset", "bias", "factors")
+    addresses = ("next", "work", "prepare", "order", "low", "high", "scale", "offset", "bias", "factors")
     return {
         name: code.load("ptr" if name in addresses else "i64", code.at("i64", segment, str(index)))
         for index, name in enumerate(SEGMENT)

@@ -19,6 +19,7 @@ from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Native, Product
 from edgepipe_torch.cpu.checking import head_error, product_error, step_error
 from edgepipe_torch.cpu.frame import frame_module
 from edgepipe_torch.cpu.group_code import group_functions
+from edgepipe_torch.cpu.integer_code import IntegerCode, has_integer_products
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.kv4_code import packed_head_module
 from edgepipe_torch.cpu.product_code import ProductCode
@@ -52,6 +53,11 @@ class Compiler:
         wide = bool(features.get("avx512f"))
         self.instructions = ("AVX-512" if wide else "AVX2") if _is_x86() else "Neon"
         self.width = width or (16 if wide else 8 if _is_x86() else 4)
+        # Whether the CPU adds products of bytes in vectors of this width.
+        self.adds_bytes = _is_x86() and bool(
+            ((self.width == 16 or features.get("avx512vl")) and features.get("avx512vnni"))
+            or (self.width == 8 and features.get("avxvnni"))
+        )
         self._target = llvm.Target.from_default_triple()
         self._cpu, self._flags = llvm.get_host_cpu_name(), features.flatten()
         target = f"{llvm.llvm_version_info} {self._target.triple} {self._cpu} {self._flags}"
@@ -87,7 +93,7 @@ class CpuKernels(KernelCalls):
     def __init__(self, compiler: Compiler) -> None:
         """Raises KernelsUnavailable, also if the functions that every model needs compute wrong values here."""
         self._compiler = compiler
-        self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
+        self._kinds: dict[tuple[Kind, int], Product | KernelsUnavailable] = {}
         # Keys: the head's sizes, and the form of the KV.
         self._heads: dict[tuple[int, int, str], HeadKernels | KernelsUnavailable] = {}
         self._repacks: dict[str, Native | KernelsUnavailable] = {}  # keys are GGUF types
@@ -108,11 +114,20 @@ class CpuKernels(KernelCalls):
             self._heads[form] = _result_or_reason(name, lambda: self._load_heads(*form))
         return _or_raise(self._heads[form])
 
-    def product(self, kind: Kind) -> Product:
-        """Return a kind's functions; compile and check them if they are new. Raises KernelsUnavailable."""
-        if kind not in self._kinds:
-            self._kinds[kind] = _result_or_reason(f"weights of {kind.bits} bits", lambda: self._load_product(kind))
-        return _or_raise(self._kinds[kind])
+    @property
+    def adds_bytes(self) -> bool:
+        """Whether products in integers are possible."""
+        return self._compiler.adds_bytes
+
+    def product(self, kind: Kind, digits: int = 0) -> Product:
+        """Return a kind's functions; compile and check them if they are new. Raises KernelsUnavailable.
+
+        digits  bytes of an input, which is rounded to an integer where that is possible; 0: inputs stay float32
+        """
+        form = kind, digits if self.adds_bytes and has_integer_products(kind) else 0
+        if form not in self._kinds:
+            self._kinds[form] = _result_or_reason(f"weights of {kind.bits} bits", lambda: self._load_product(*form))
+        return _or_raise(self._kinds[form])
 
     def repack(self, scheme: str) -> Native:
         """Return the function that repacks blocks of a type of BLOCK_CODES. Raises KernelsUnavailable."""
@@ -127,14 +142,18 @@ class CpuKernels(KernelCalls):
             self._recurrent[form] = _result_or_reason(form.name, lambda: self._load_recurrent(form))
         return _or_raise(self._recurrent[form])
 
-    def _load_product(self, kind: Kind) -> Product:
+    def _load_product(self, kind: Kind, digits: int) -> Product:
         width = self._compiler.width
         code = ProductCode(kind, width=width, most_rows=most_rows(width), shuffles=_is_x86())
+        if digits:
+            code = IntegerCode(kind, width=width, most_rows=integer_rows(width), digits=digits)
         engine = self._compile(code.module())
         found = Product(
             work=Native(engine, f"work_{kind.name}", 9),
             take=Native(engine, f"take_{kind.name}", 4),
-            by=f"own kernels ({self._compiler.instructions})",
+            prepare=Native(engine, f"prepare_{kind.name}", 5).address if digits else self.prepare,
+            by=f"own kernels ({self._compiler.instructions}{f', inputs of {8 * digits} bits' if digits else ''})",
+            digits=digits,
         )
         _refuse_wrong(f"products {kind.name}", product_error(self, kind, found))
         return found
@@ -171,6 +190,11 @@ Kernels = CpuKernels | KernelsUnavailable
 def most_rows(width: int) -> tuple[int, int]:
     """Return how many rows share a weight unpacked in registers, and in a panel: sums fit in 32 or 16 registers."""
     return (8, 12) if width == 16 else (5, 6)
+
+
+def integer_rows(width: int) -> int:
+    """Return how many rows of products in integers have their sums in registers together."""
+    return 8 if width == 16 else 2
 
 
 @cache

@@ -21,7 +21,7 @@ from torch import Tensor
 from edgepipe.backend.types import PackedProducts
 from edgepipe.spec.packed import Packed
 from edgepipe_torch.cpu.calls import KernelCalls, Product
-from edgepipe_torch.cpu.frame import SEGMENT
+from edgepipe_torch.cpu.frame import SEGMENT, SUM_WORDS
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
 from edgepipe_torch.cpu.repack import repack
@@ -67,10 +67,12 @@ class PackedCpuLinear:
         *,
         tiled_floats: bool = False,
         memory: WeightMemory | None = None,
+        digits: int = 0,
     ) -> None:
         """``kernels``: None for this process's. ``tiled_floats``: kernels multiply parts of floats, too, not torch.
 
-        ``memory``: of weights that ``fill`` lays out; None for torch's. In features are a multiple of 8.
+        ``memory``: of weights that ``fill`` lays out; None for torch's. ``digits``: see ``CpuKernels.product``. In
+        features are a multiple of 8.
         """
         self._name = name
         self._workspace = workspace
@@ -83,6 +85,7 @@ class PackedCpuLinear:
         self._kernels = kernels or cpu_kernels()
         self._tiled_floats = tiled_floats
         self._memory = memory
+        self._digits = digits
         self._found: dict[int, Product | KernelsUnavailable] = {}  # keys are parts
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
@@ -147,15 +150,16 @@ class PackedCpuLinear:
             if isinstance(product, KernelsUnavailable):
                 continue
             fields = weight.segment(product, column=self._starts[part], bias=self._bias.get(part))
-            fields[SEGMENT.index("prepares")] = int(weight.inputs_key not in slots)
-            fields[SEGMENT.index("slot")] = slots.setdefault(weight.inputs_key, len(slots))
+            key = (product.prepare, *weight.inputs_key)
+            fields[SEGMENT.index("prepare")] = 0 if key in slots else product.prepare
+            fields[SEGMENT.index("slot")] = slots.setdefault(key, len(slots))
             if self._segments:
                 self._segments[-1][SEGMENT.index("next")] = fields.ctypes.data
             self._segments.append(fields)
         if self._segments:
             self._slots = len(slots)
             most_groups = max(self._in_features // weight.group for weight in self._tiled.values())
-            self._slot = self._in_features + most_groups
+            self._slot = self._in_features + SUM_WORDS * most_groups
             self._first = self._segments[0].ctypes.data
 
     def rows(self, x: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ class PackedCpuLinear:
         if isinstance(self._kernels, KernelsUnavailable):
             return self._kernels
         try:
-            return self._kernels.product(kind)
+            return self._kernels.product(kind, self._digits)
         except KernelsUnavailable as exc:
             return exc
 

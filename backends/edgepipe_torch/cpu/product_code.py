@@ -51,11 +51,12 @@ class ProductCode:
     def panel_rows(self) -> int:
         """Rows from which on weights are unpacked to memory once for all, measured.
 
-        With vectors of 16 floats earlier for two planes. With narrower ones, four parts of four rows are faster.
+        With vectors of 16 floats earlier for two planes, whose codes take more work. With narrower ones, four parts of
+        four rows are faster.
         """
         if self._width < TILE:
             return 17
-        return 12 if self._kind.split else 16
+        return 13 if self._kind.split else 25
 
     @property
     def tile_counts(self) -> list[int]:
@@ -77,16 +78,18 @@ class ProductCode:
             self._take(),
             *(fma_declaration(width) for width in {self._width, 8}),
             PREFETCH_DECLARATION,
-            *([f"declare {_BYTES} @{_SHUFFLE}({_BYTES}, {_BYTES})\n"] if self._shuffles else ()),
+            *self._shuffle_declarations(),
             ATTRIBUTES,
         ]
         return "\n".join(parts)
 
+    def _shuffle_declarations(self) -> list[str]:
+        return [f"declare {_BYTES} @{_SHUFFLE}({_BYTES}, {_BYTES})\n"] if self._shuffles else []
+
     # --- one tile -----------------------------------------------------------------------------------------
 
-    def _tile(self, rows: int) -> str:
-        """Write the product of ``rows`` rows with one tile."""
-        code = Function(
+    def _tile_function(self, rows: int) -> Function:
+        return Function(
             f"tile{rows}",
             [
                 *(f"ptr noalias %{name}" for name in ("x", "sums", "low", "high", "scale", "offset")),
@@ -96,6 +99,10 @@ class ProductCode:
             internal=True,
             inline=False,
         )
+
+    def _tile(self, rows: int) -> str:
+        """Write the product of ``rows`` rows with one tile."""
+        code = self._tile_function(rows)
         totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
         self._start_with_bias(code, totals)
         at_once = 2 if rows * self._vectors <= 4 else 1  # groups, whose independent sums hide the latency of an fma
@@ -185,13 +192,17 @@ class ProductCode:
         Processors fetch codes ahead only up to the end of a page, and too few of them at a time.
         """
         start = code.mul(block, 8)
-        self._prefetch_codes(code, code.add(block, _AHEAD_LINES // self._kind.words * self._kind.unit))
+        self._prefetch_codes(code, self._ahead(code, block))
         for place, levels in enumerate(self._levels(code, block)):
             for row, vectors in enumerate(parts):
                 at = code.add(code.add(code.mul("%inputs", row), start), place)
                 x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
                 for level, target in zip(levels, vectors, strict=True):
                     code.store(self._floats, self._fma(code, level, x, code.load(self._floats, target)), target)
+
+    def _ahead(self, code: Function, block: str) -> str:
+        """Return the unit to fetch while that of ``block`` is multiplied."""
+        return code.add(block, _AHEAD_LINES // self._kind.words * self._kind.unit)
 
     def _levels(self, code: Function, block: str) -> Iterator[list[str]]:
         """Write the codes of the unit that begins with ``block`` as floats, times two to their first bits.
@@ -242,13 +253,15 @@ class ProductCode:
             shifted = code.value(f"lshr {self._ints} {word}, {self._all(4)}")
             for half, moved in zip(halves, (word, shifted), strict=True):
                 codes = code.value(f"and {self._ints} {moved}, {nibbles}")
-                half.append(self._shuffled(code, codes) if self._shuffles else _e2m1_bytes(code, codes, self._width))
+                half.append(self._bytes(code, codes))
         for place in range(8):
             odd, first_bit = byte_place(place)
             yield [self._level(code, each, first_bit, size=8) for each in halves[odd]]
 
-    def _shuffled(self, code: Function, codes: str) -> str:
+    def _bytes(self, code: Function, codes: str) -> str:
         """Return the E2M1_BYTES of codes in the bytes of words."""
+        if not self._shuffles:
+            return _e2m1_bytes(code, codes, self._width)
         count = self._width // 8
         table = "<" + ", ".join([f"i8 {value}" for value in E2M1_BYTES] * 2) + ">"
         found: list[str] = []
@@ -321,11 +334,14 @@ class ProductCode:
 
     def _work(self) -> str:
         """Write ``work_...``: tiles [first, end) of a segment for all rows."""
-        code = Function(f"work_{self._kind.name}", _WORK)
+        code = self._work_function()
         many = code.value(f"icmp sge i64 %rows, {self.panel_rows}")
         names = ", ".join(_WORK)
         code.branch(many, lambda: code.do(f"call void @work_panels({names})"), lambda: self._work_tiles(code))
         return code.text() + "declare i64 @llvm.smin.i64(i64, i64)\n"
+
+    def _work_function(self) -> Function:
+        return Function(f"work_{self._kind.name}", _WORK)
 
     def _work_tiles(self, code: Function) -> None:
         """Unpack each weight once for a few rows, in registers."""
@@ -335,19 +351,25 @@ class ProductCode:
             at = self._tile_addresses(code, field, index)
 
             def rows(first: str, count: int) -> None:
-                x = code.at("float", "%x", code.mul(first, field["inputs"]))
-                sums = code.at("float", "%sums", code.mul(first, field["groups"]))
-                target = code.at("float", at["out"], code.mul(first, "%stride"))
-                code.do(
-                    f"call void @tile{count}(ptr {x}, ptr {sums}, ptr {at['low']}, ptr {at['high']}, "
-                    f"ptr {at['scale']}, ptr {at['offset']}, ptr {at['bias']}, ptr {target}, i64 %stride, "
-                    f"i64 {field['inputs']}, i64 {field['groups']}, i64 {field['blocks']}, i64 {at['lanes']}, "
-                    "i1 %accumulate)"
-                )
+                self._call_tile(code, field, at, first, code.mul(first, field["groups"]), count)
 
-            _by_counts(code, "0", "%rows", self._most_rows[0], self.tile_counts, rows)
+            split_by_counts(code, "0", "%rows", self._most_rows[0], self.tile_counts, rows)
 
         code.loop("%first", "%end", tile)
+
+    def _call_tile(
+        self, code: Function, field: dict[str, str], at: dict[str, str], first: str, sums: str, count: int
+    ) -> None:
+        """Multiply rows from ``first`` on with the tile of addresses. ``sums``: place of the first row's."""
+        x = code.at("float", "%x", code.mul(first, field["inputs"]))
+        sums = code.at("float", "%sums", sums)
+        target = code.at("float", at["out"], code.mul(first, "%stride"))
+        code.do(
+            f"call void @tile{count}(ptr {x}, ptr {sums}, ptr {at['low']}, ptr {at['high']}, "
+            f"ptr {at['scale']}, ptr {at['offset']}, ptr {at['bias']}, ptr {target}, i64 %stride, "
+            f"i64 {field['inputs']}, i64 {field['groups']}, i64 {field['blocks']}, i64 {at['lanes']}, "
+            "i1 %accumulate)"
+        )
 
     def _tile_addresses(self, code: Function, field: dict[str, str], index: str) -> dict[str, str]:
         """Return a tile's addresses, and how many of its 16 outputs exist."""
@@ -407,7 +429,7 @@ class ProductCode:
                             f"i64 {size})"
                         )
 
-                    _by_counts(code, first_row, last_row, self._most_rows[1], self.panel_counts, rows)
+                    split_by_counts(code, first_row, last_row, self._most_rows[1], self.panel_counts, rows)
 
                 count = code.value(f"sub i64 {last_row}, {first_row}")
                 code.do(f"call void @start_totals(ptr {at['bias']}, ptr {totals}, i64 {count})")
@@ -420,7 +442,7 @@ class ProductCode:
 
             code.loop("%first", "%end", tile)
 
-        _parts(code, "0", "%rows", CHUNK_ROWS, chunk)
+        split_rows(code, "0", "%rows", CHUNK_ROWS, chunk)
         return code.text()
 
     def _start_totals(self) -> str:
@@ -710,7 +732,7 @@ def _part_sizes(rows: range, most: int) -> list[int]:
     return sorted({size for count in rows for size in parts_of(count, most)})
 
 
-def _parts(code: Function, first: str, end: str, most: int, body: Callable[[str, str], None]) -> None:
+def split_rows(code: Function, first: str, end: str, most: int, body: Callable[[str, str], None]) -> None:
     """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its end."""
     rows = code.value(f"sub i64 {end}, {first}")
     count = code.value(f"sdiv i64 {code.add(rows, most - 1)}, {most}")
@@ -721,7 +743,7 @@ def _parts(code: Function, first: str, end: str, most: int, body: Callable[[str,
     code.loop("0", count, lambda index: body(bound(index), bound(code.add(index, 1))))
 
 
-def _by_counts(
+def split_by_counts(
     code: Function, first: str, end: str, most: int, sizes: Sequence[int], body: Callable[[str, int], None]
 ) -> None:
     """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its size, one of ``sizes``."""
@@ -731,7 +753,7 @@ def _by_counts(
         for size in sizes:
             code.branch(code.value(f"icmp eq i64 {found}, {size}"), lambda size=size: body(begin, size))
 
-    _parts(code, first, end, most, part)
+    split_rows(code, first, end, most, part)
 
 
 def fma_declaration(width: int) -> str:

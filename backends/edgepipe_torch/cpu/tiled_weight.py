@@ -159,7 +159,7 @@ class TiledWeight:
     def inputs_key(self) -> tuple[object, ...]:
         """What the prepared inputs depend on."""
         order = None if self.order is None else self.order.numpy().tobytes()
-        return (self.factors[: SUM_FACTOR + 1].tobytes(), self.group, order)
+        return (self.factors.tobytes(), self.group, order)
 
     def _new(self, words: int, dtype: torch.dtype, memory: WeightMemory | None = None) -> Tensor:
         """Return tiles [tiles, words, 16] whose lanes are empty, or zero where they have no output."""
