@@ -11,7 +11,7 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Constraints, Plan, plan
-from edgepipe.planner.preview import host_kv_tokens
+from edgepipe.planner.preview import disk_kv_tokens, host_kv_tokens, plan_as_dict
 from edgepipe.spec.memory_classes import state_slots
 from edgepipe.units import LinkShape
 from edgepipe.weights.mixes import named_model
@@ -100,3 +100,10 @@ def test_only_the_last_number_of_slots_searches_for_the_largest_context(monkeypa
 def test_a_plan_says_how_many_tokens_of_idle_chats_host_memory_holds() -> None:
     wide, packed = host_kv_tokens(planned(kv="")), host_kv_tokens(planned())
     assert 0 < wide < packed
+
+
+def test_a_plan_says_how_many_tokens_of_idle_chats_a_disk_holds() -> None:
+    small, large = (disk_kv_tokens(planned(), num_bytes=size) for size in (10**10, 10**11))
+    assert 9 * small < large < 11 * small
+    assert disk_kv_tokens(planned(kv=""), num_bytes=10**11) < large
+    assert plan_as_dict(planned())["disk_kv_tokens"] == large
