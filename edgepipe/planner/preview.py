@@ -98,6 +98,10 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
     }
 
 
+DISK_BYTES = 100 * 10**9
+"""A plan says what so much of each stage's disk holds: how much is free there is not known before."""
+
+
 def plan_as_dict(found: Plan) -> dict[str, Any]:
     """Convert a plan to plain values."""
     demand, many = found.demand, found.many
@@ -114,6 +118,7 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "experts_in_ram": experts_text(found),
         "kv_tokens": found.kv_tokens,
         "host_kv_tokens": host_kv_tokens(found),
+        "disk_kv_tokens": disk_kv_tokens(found, num_bytes=DISK_BYTES),
         "state_slots": slots.num_slots if slots is not None else 0,
         "state_bytes": demand.config.state_bytes(),
         "micro_batches": many.micro_batches,
@@ -129,14 +134,21 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
 
 def host_kv_tokens(found: Plan) -> int:
     """Return the tokens of idle conversations that ``--kv-ram auto`` keeps in host memory; 0: a stage has none."""
-    config, stages = found.demand.config, found.stages
+    stages = found.stages
+    if not all(stage.machine.room.ram_bytes for stage in stages):
+        return 0
+    free = [max(0, stage.machine.room.ram_bytes - stage.ram_bytes) // AUTO_TIER_PARTS for stage in stages]
+    return min([_idle_tokens(found, stage, each) for stage, each in zip(stages, free, strict=True)], default=0)
 
-    def tokens(stage: PlannedStage) -> int:
-        room = replace(stage.machine.room, most_slots=0)
-        free = max(0, room.ram_bytes - stage.ram_bytes) // AUTO_TIER_PARTS
-        return most_within(free, lambda count: room.kv_bytes(config, stage.part.layers, count))
 
-    return min(map(tokens, stages), default=0) if all(stage.machine.room.ram_bytes for stage in stages) else 0
+def disk_kv_tokens(found: Plan, *, num_bytes: int) -> int:
+    """Return the tokens of idle conversations for which ``--kv-disk`` with so many bytes has room."""
+    return min([_idle_tokens(found, stage, num_bytes) for stage in found.stages], default=0)
+
+
+def _idle_tokens(found: Plan, stage: PlannedStage, num_bytes: int) -> int:
+    room = replace(stage.machine.room, most_slots=0)
+    return most_within(num_bytes, lambda count: room.kv_bytes(found.demand.config, stage.part.layers, count))
 
 
 def plan_text(found: Plan) -> str:

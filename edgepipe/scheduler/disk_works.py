@@ -82,7 +82,7 @@ class DiskWorks:
         unsettled  moves that not all stages have performed for certain
         idle       no step is in flight, so these moves may wait for ever
         """
-        if self.problem or len(self._under_way) >= _MOST_WORKS or not self._any_due:
+        if not self.may_begin:
             return None
         stores, all_moves = list[set[int]](), list[set[int]]()
         for tier in self._tiers:
@@ -138,8 +138,10 @@ class DiskWorks:
         return after
 
     @property
-    def _any_due(self) -> bool:
-        return any(tier.any_due for tier in self._tiers)
+    def may_begin(self) -> bool:
+        """Whether ``next`` may have a work."""
+        busy = bool(self.problem) or len(self._under_way) >= _MOST_WORKS
+        return not busy and any(tier.any_due for tier in self._tiers)
 
     def _begin(self, moves: list[tuple[Key, TierMove]]) -> DiskWork:
         self._last += 1

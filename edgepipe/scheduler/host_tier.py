@@ -50,9 +50,7 @@ class HostTier:
         self.number = number
         self.num_places = num_places
         self.disk = disk
-        self._unwritten: OrderedDict[Key, None] = (
-            OrderedDict()
-        )  # current keys without a copy on disk, in the same order
+        self._unwritten: OrderedDict[Key, None] = OrderedDict()  # current keys without a copy on disk, ordered alike
         self._writing: set[Key] = set()  # keys of which a copy is being written: their places stay
         self._reading: dict[Key, int] = {}  # keys that are coming back from disk, and their places
         self._wanted: dict[Key, None] = {}  # keys that come back next, in order
@@ -223,7 +221,7 @@ class HostTier:
 
     @property
     def _excess(self) -> int:
-        """Keys that are to be written, or are being written."""
+        """Number of keys without a copy on disk, beyond those that may stay so."""
         return len(self._unwritten) - self.num_places // _UNWRITTEN_SHARE if self.disk is not None else 0
 
     def _is_written(self, key: Key) -> bool:

@@ -180,7 +180,7 @@ class Scheduler:
 
     def next_disk_work(self) -> DiskWork | None:
         """Return the next work for the disks of all stages, or None. Call it after ``next_step`` has returned None."""
-        if (disk := self._tables.disk) is None:
+        if (disk := self._tables.disk) is None or not disk.may_begin:
             return None
         unsettled = [*self._moves_in_flight(), *self._tables.waiting_moves]
         return disk.next(unsettled, idle=not self._in_flight)

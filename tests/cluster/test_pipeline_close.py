@@ -7,9 +7,15 @@ import threading
 
 import pytest
 
-from edgepipe.backend.types import DEFAULT_SETTINGS
-from edgepipe.errors import PeerClosed, StageError
+from edgepipe.backend.types import DEFAULT_SETTINGS, StageSettings
+from edgepipe.errors import NoFeasiblePlacement, PeerClosed, StageError
+from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.spec.tensors import WeightSource
+from edgepipe.stage.stage import Stage
+from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.common import Hello
+from tests.support.backends.timed import TimedBackend
 from tests.support.engine.pipeline import epoch
 from tests.support.engine.pipeline_engine import HeldBackend, SmallEngine, emulated, stages
 
@@ -72,3 +78,22 @@ async def test_a_stage_that_serves_does_not_load() -> None:
 
 def _never() -> WeightSource:
     raise AssertionError("nothing is to be read")
+
+
+async def test_a_backend_without_a_disk_refuses_one_before_it_reads_weights() -> None:
+    stage = Stage(
+        backend=TimedBackend(FakeClock()),
+        clock=FakeClock(),
+        hello=Hello(role="stage", node_id="a", node_name="a"),
+        security=Plaintext(),
+        name="stage on a Mac",
+    )
+    with pytest.raises(NoFeasiblePlacement, match="keeps no KV on disk") as refused:
+        await stage.load(
+            slices=make_slices([LayerRange(0, 2)], 2),
+            open_weights=_never,
+            progress=lambda _: None,
+            settings=StageSettings(kv_disk="1000"),
+        )
+    assert refused.value.next_step == "serve without --kv-disk"
+    await stage.close()

@@ -11,7 +11,15 @@ from rich.text import Text
 from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
-from edgepipe.planner.preview import Preview, busy_fraction, experts_text, host_kv_tokens, plan_text
+from edgepipe.planner.preview import (
+    DISK_BYTES,
+    Preview,
+    busy_fraction,
+    disk_kv_tokens,
+    experts_text,
+    host_kv_tokens,
+    plan_text,
+)
 from edgepipe.planner.profiles import MEASURED
 from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT
 from edgepipe.spec.longrope import factors_in_words
@@ -202,6 +210,8 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
     table.add_row("  KV room", f"{found.kv_tokens:,} tokens", f"{room} of {demand.context_tokens:,}")
     if below := host_kv_tokens(found):
         table.add_row("  KV in RAM", f"{below:,} tokens", "of chats that have no room; serve --kv-ram auto")
+        on_disk = disk_kv_tokens(found, num_bytes=DISK_BYTES)
+        table.add_row("  KV on disk", f"{on_disk:,} tokens", "of chats that leave RAM, with --kv-disk 100GB")
     if slots := state_slots(demand.config, found.kv_tokens, most_slots=found.most_slots):
         size = format_bytes(demand.config.state_bytes())
         what = f"one for each running chat; snapshots every {slots.gap:,} tokens"

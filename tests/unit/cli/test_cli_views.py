@@ -63,6 +63,15 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
     assert "…" not in text
 
 
+def test_the_status_says_what_lies_on_disk_or_why_nothing_does() -> None:
+    used = with_engine(make_status(), block_size=16, disk_blocks=1000, used_disk_blocks=10, fetched_tokens=320)
+    text = "\n".join(picture(used))
+    assert "KV on disk: 160 of 16,000 tokens; 320 came back" in text
+    off = "\n".join(picture(with_engine(used, disk_problem="gamer: the disk is full")))
+    assert "KV on disk: switched off; gamer: the disk is full" in off
+    assert "came back" not in off
+
+
 @pytest.mark.parametrize(
     ("state", "shown"),
     [("suspect", "does not answer"), ("dead", "gone"), ("left", "has left"), ("asleep", "asleep")],

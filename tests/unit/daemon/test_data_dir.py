@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.daemon.machine.data_dir import DataDir, socket_path
+from edgepipe.daemon.machine.data_dir import DataDir, socket_path, tier_dir
 from edgepipe.errors import ConfigInvalid
 from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
@@ -73,3 +73,11 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigInvalid):
         DataDir(tmp_path / "file" / "node")
+
+
+def test_files_of_stages_that_were_killed_are_gone_at_the_next_start(tmp_path: Path) -> None:
+    left = tier_dir(tmp_path) / "kv-left"
+    left.parent.mkdir()
+    left.write_bytes(b"encrypted")
+    DataDir(tmp_path).close()
+    assert not left.exists()

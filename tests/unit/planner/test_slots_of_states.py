@@ -11,7 +11,7 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Constraints, Plan, plan
-from edgepipe.planner.preview import host_kv_tokens
+from edgepipe.planner.preview import disk_kv_tokens, host_kv_tokens, plan_as_dict
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.spec.memory_classes import LEAST_SLOTS, state_slots
 from edgepipe.units import LinkShape
@@ -112,3 +112,10 @@ def test_what_is_missing_is_counted_with_the_fewest_snapshots() -> None:
     states = state_slots(config, 262_144, most_slots=LEAST_SLOTS)
     assert states is not None
     assert short.kv_bytes == 262_144 * per_token + states.kept_slots * config.state_bytes()
+
+
+def test_a_plan_says_how_many_tokens_of_idle_chats_a_disk_holds() -> None:
+    small, large = (disk_kv_tokens(planned(), num_bytes=size) for size in (10**10, 10**11))
+    assert 9 * small < large < 11 * small
+    assert disk_kv_tokens(planned(kv=""), num_bytes=10**11) < large
+    assert plan_as_dict(planned())["disk_kv_tokens"] == large
