@@ -119,9 +119,9 @@ class World:
 
     limits: SchedulerLimits
     policy: Policy = field(default_factory=ThrottledPolicy)
+    acceptance: float | None = None  # probability that a draft is right; None: nothing is drafted
     disk_s: float = 0.0  # time of a copy between host memory and disk
     damage: float = 0.0  # probability that a stage cannot read a copy on disk
-    acceptance: float | None = None  # probability that a draft is right; None: nothing is drafted
 
     def __post_init__(self) -> None:
         self.random = random.Random(0)
