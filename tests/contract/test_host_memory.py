@@ -72,8 +72,10 @@ def test_a_conversation_goes_on_in_other_blocks_after_host_memory(maker: Maker, 
     maker.assert_same(run_step(backend, coming, rest), expected)
 
 
-def test_a_place_s_bytes_are_all_of_its_block_and_its_state(maker: Maker, model: ModelConfig) -> None:
+@pytest.mark.parametrize("name", ["context", "windows", f"states-{next(iter(MODELS))}"])
+def test_a_place_s_bytes_are_all_of_its_block_and_its_state(maker: Maker, name: str) -> None:
     """A disk below host memory reads them, and writes them elsewhere."""
+    model = models()[name]
     backend = maker.loaded(model)
     if not isinstance(backend, DiskBackend):
         pytest.skip("this backend has no disk below host memory")
