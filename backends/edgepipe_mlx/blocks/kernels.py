@@ -6,7 +6,7 @@ T rows, O out features, I inputs, E experts, N rows with an expert each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,22 +137,34 @@ class ReferenceKernels:
 def block_values(weight: BlockArrays) -> mx.array:
     """Return the weight's values [O, I] in float32, each rounded once at most."""
     form, outputs = weight.form, weight.words.shape[0]
-    scales, offsets = group_values(weight)
+    scales = group_values(weight, 0)
     plain = mx.ones((outputs, weight.words.shape[1] // form.bits), mx.float32)
     codes = mx.dequantize(weight.words, plain, mx.zeros_like(plain), group_size=32, bits=form.bits)
     grouped = codes.reshape(outputs, -1, form.group)
-    if offsets is None:
-        values = (grouped - form.zero) * scales[..., None]
+    if form.added:
+        values = grouped * scales[..., None] + group_values(weight, 1)[..., None]
     else:
-        values = grouped * scales[..., None] + offsets[..., None]
+        values = (grouped - form.zero) * scales[..., None]
     return values.reshape(outputs, -1)
 
 
-def group_values(weight: BlockArrays) -> tuple[mx.array, mx.array | None]:
-    """Return scales, and offsets if there are, [O, I / group] float32, exact."""
+def group_values(weight: BlockArrays, kind: int, *, first: int = 0, step: int = 1, half: bool = False) -> mx.array:
+    """Return scales (kind 0) or offsets (kind 1) [O, n] of each ``step``th group from ``first`` on.
+
+    half  rounded to float16; else float32, exact
+    """
     form, outputs = weight.form, weight.words.shape[0]
     kinds = 1 + form.added
-    factors = weight.factors.reshape(outputs, -1, kinds, form.groups).astype(mx.float32)
-    values = factors * weight.bases.reshape(outputs, -1, kinds, 1).astype(mx.float32)
-    scales = values[:, :, 0].reshape(outputs, -1)
-    return scales, values[:, :, 1].reshape(outputs, -1) if form.added else None
+    factors = weight.factors.reshape(outputs, -1, kinds, form.groups)[:, :, kind, first::step]
+    bases = weight.bases.reshape(outputs, -1, kinds, 1)[:, :, kind]
+    return (_half_product if half else _float32_product)(factors, bases).reshape(outputs, -1)
+
+
+@partial(mx.compile, shapeless=True)  # one kernel on Metal
+def _float32_product(factors: mx.array, bases: mx.array) -> mx.array:
+    return factors.astype(mx.float32) * bases.astype(mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _half_product(factors: mx.array, bases: mx.array) -> mx.array:
+    return (factors.astype(mx.float32) * bases.astype(mx.float32)).astype(mx.float16)

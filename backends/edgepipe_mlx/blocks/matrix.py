@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from math import prod
 
@@ -95,14 +95,13 @@ class BlockMatrix(JoiningMatrix):
     def _product_of_many(self, x: mx.array, dtype: mx.Dtype, multiply: _MlxProduct) -> mx.array:
         """Return the product of x [..., I] in a type."""
         entering = lowered(x) if self._in_half else x.astype(mx.float32)
-        scales, biases = group_values(self._weight)
-        if biases is None:
-            biases = scales * -self._form.zero
         parts = _MLX_GROUP // self._form.group
         found: list[mx.array] = []
         for part in range(parts):
-            values = (each[:, part::parts].astype(entering.dtype) for each in (scales, biases))
-            product = multiply(_part_of_groups(entering, part, self._form.group), *values)
+            values = partial(group_values, self._weight, first=part, step=parts, half=self._in_half)
+            scales = values(0)
+            biases = values(1) if self._form.added else scales * -self._form.zero
+            product = multiply(_part_of_groups(entering, part, self._form.group), scales, biases)
             found.append(raised_to_float32(product) if self._in_half else product)
         return reduce(mx.add, found).astype(dtype)
 

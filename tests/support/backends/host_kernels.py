@@ -121,10 +121,15 @@ def compile_for_host(parts: Sequence[Part], folder: Path, sources: Path = SOURCE
         library = folder / f"{name}.so"
         library.write_bytes(code)
         loaded.append(ctypes.CDLL(str(library)))
-    with suppress(FileNotFoundError):  # another process removes them, too
-        for old in sorted(_KEPT.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
-            old.unlink()
+    drop_old(_KEPT)
     return [HostModule(loaded[index % 2], index // 2) for index in range(len(parts))]
+
+
+def drop_old(folder: Path) -> None:
+    """Remove the oldest libraries of a folder, where there are too many."""
+    with suppress(FileNotFoundError):  # another process removes them, too
+        for old in sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+            old.unlink()
 
 
 def _compile(file: Path, text: str) -> bytes:

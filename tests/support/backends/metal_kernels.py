@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -18,9 +17,10 @@ import numpy as np
 from edgepipe_mlx.blocks.kernels import TILES
 from edgepipe_torch.layers.compiled_code import CodeCache
 
-COMPILER = shutil.which("g++")
+from tests.support.backends.host_kernels import COMPILER, drop_old
+
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
-_KEPT = Path("~/.cache/edgepipe-test-kernels").expanduser()
+_KEPT = Path("~/.cache/edgepipe-test-kernels/metal").expanduser()
 _CONSTANT = 8  # MLX gives smaller inputs in the constant address space
 _MOST_THREADS = 1024  # of a threadgroup
 _GUARD = 1 << 16  # bytes around each array; floats of them are no numbers
@@ -112,6 +112,7 @@ class HostKernels:
             file = self._folder / f"metal_{len(self._known)}.cpp"
             library = file.with_suffix(".so")
             library.write_bytes(code.get(text, partial(_compile, file)))
+            drop_old(_KEPT)
             self._known[text] = ctypes.CDLL(str(library))
         return self._known[text]
 

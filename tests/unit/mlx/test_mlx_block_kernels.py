@@ -19,7 +19,8 @@ from edgepipe_mlx.blocks.kernels import BlockArrays, MetalKernels, ReferenceKern
 from edgepipe_mlx.blocks.layout import lay_out_blocks
 
 from edgepipe.backend.types import SlowPath
-from tests.support.backends.metal_kernels import COMPILER, HostKernels
+from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.metal_kernels import HostKernels
 from tests.support.models.packed import random_packed
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
