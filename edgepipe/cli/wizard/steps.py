@@ -138,7 +138,7 @@ def model(setup: Setup) -> None:
     if name == SKIP:
         say("     later: edgepipe models pull MODEL", style="dim")
         return
-    from edgepipe.cli.models import pull_model
+    from edgepipe.cli.models import pull_model, tell_node
 
     try:
         result = pull_model(folder, name)
@@ -148,6 +148,7 @@ def model(setup: Setup) -> None:
         say(f"     later: edgepipe models pull {name}{kept}", style="dim")
         setup.failure = error if setup.given.model else None
         return
+    tell_node(setup.data_dir)
     setup.model = result.model_id
     setup.commands.append(f"edgepipe models pull {name}")
     done(f"{result.model_id} is {'already ' * result.already_here}on this disk")

@@ -257,6 +257,16 @@ def test_a_failed_download_does_not_end_the_setup(
     assert (setup.model, setup.failure) == ("", None)
 
 
+def test_the_running_node_learns_of_the_fetched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Path, list[str]]] = []
+    setup = make_setup(tmp_path, Given(model=str(tmp_path / "tiny")))
+    root = setup.config.models_dir
+    monkeypatch.setattr(models, "tell_node", lambda folder: told.append((folder, sorted(os.listdir(root)))))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
+    steps.model(setup)
+    assert told == [(setup.data_dir, ["tiny"])]
+
+
 def test_what_a_flag_asked_for_in_vain_is_an_error_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(models, "pull_model", failing_pull)
