@@ -11,7 +11,8 @@ instead, since fixed work differs between servers and grows with the tokens wher
 prompt take the slowest server equally long: attention grows with the position, so their tokens fall.
 
 While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
-by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second.
+by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second, and the smallest
+of about equal ones. Prompts that one step could hold end soon, so they may take a quarter longer, long ones a tenth.
 
 Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
 third. As long as the weights bound a step, many decodes of batches fit into that.
@@ -54,6 +55,7 @@ _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smaller step is kinder to chats
+_EQUAL_SHORT = 0.25  # the same of prompts that one step could hold: they end soon anyway
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
@@ -148,6 +150,16 @@ class _Target(NamedTuple):
     seconds: float  # expected for it at the time of the choice
 
 
+class _Load(NamedTuple):
+    """What a choice beside decodes holds for."""
+
+    position: int  # of the prompt that is furthest on, about
+    decodes: int  # about
+    micro_batches: int  # M
+    batch: bool  # whether all prompts that wait belong to batches
+    short: bool  # whether one step could hold them
+
+
 class Pacer:
     """Chooses chunks for one ring and keeps the forecast of the prompt that is computed now."""
 
@@ -172,7 +184,7 @@ class Pacer:
         self._target: _Target | None = None
         self._tokens = 0  # size of the newest chunk: where the search for the next one begins
         # Newest choice beside decodes, and its load.
-        self._beside: tuple[tuple[int, int, int, bool], Chunk] | None = None
+        self._beside: tuple[_Load, Chunk] | None = None
         self._checked = False  # the last use of that choice predicted its time again: every second one does
         # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
         self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
@@ -382,11 +394,13 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (
+        short = waiting.left + waiting.others <= self._most
+        load = _Load(
             _about(waiting.position + _POSITIONS_ALIKE),
             _about(waiting.decodes),
             waiting.micro_batches,
             waiting.batch,
+            short,
         )
         if self._beside is not None and self._beside[0] == load:
             self._checked = not self._checked
@@ -401,6 +415,7 @@ class Pacer:
             limit_s *= 1 + (_BESIDE_BATCH - 1) * self._chat_turns.share
         else:
             limit_s += _KEPT * goal_s
+        equal = _EQUAL_SHORT if short else _EQUAL
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         for tokens in _sizes(self._most):
             found = self._best_beside(waiting, tokens, limit_s)
@@ -409,7 +424,7 @@ class Pacer:
             if best is not None and found[1].over_goal_s > 0:
                 best = (best[0], best[1]._replace(bound="goal"))
                 break
-            if best is None or found[0] < best[0] * (1 - _EQUAL):
+            if best is None or found[0] < best[0] * (1 - equal):
                 best = found
         assert best is not None  # there is always a smallest size
         self._beside = (load, best[1])

@@ -192,6 +192,14 @@ def test_a_wider_goal_never_makes_prompts_much_slower(ring: RingTimes, goal_s: f
     assert rate(beside(ring, goal_s * wider)) >= 0.9 * rate(beside(ring, goal_s))
 
 
+def test_short_prompts_take_smaller_steps_beside_chats_than_long_ones() -> None:
+    """Where larger steps end prompts a fifth sooner, chats are worth more than that of a short one."""
+    ring = ring_of([Server(0.02, 1e-4)] * 2)
+    short, long = (beside(ring, 0.3, left=tokens) for tokens in (MOST, MOST + 1))
+    assert short.step_tokens < long.step_tokens
+    assert short.seconds < long.seconds
+
+
 def test_batch_sequences_and_goals_that_are_off_bound_nothing() -> None:
     ring = ring_of([Server(0.01, 1e-4)] * 2)
     bound = beside(ring, 0.05)
