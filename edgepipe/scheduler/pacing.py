@@ -12,7 +12,8 @@ prompt take the slowest server equally long: attention grows with the position, 
 
 While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
 by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second, and the smallest
-of about equal ones. Prompts that one step could hold end soon, so they may take a quarter longer, long ones a tenth.
+of about equal ones. Short prompts end soon, so they may take a quarter longer, long ones a tenth. Short ones also ride
+only: a step of their own would read the weights between two steps of decodes, and make the second one late.
 
 Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
 third. As long as the weights bound a step, many decodes of batches fit into that.
@@ -55,7 +56,8 @@ _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smaller step is kinder to chats
-_EQUAL_SHORT = 0.25  # the same of prompts that one step could hold: they end soon anyway
+_EQUAL_SHORT = 0.25  # the same of short prompts: they end soon anyway
+_SHORT_TOKENS = 1024  # of all prompts that wait together, if they are short
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
@@ -121,6 +123,7 @@ class Chunk(NamedTuple):
     seconds: float  # expected on the slowest server
     bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
     over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
+    rides: bool = False  # whether prompts go with decodes only, as long as steps with decodes are in flight
     spaced: bool = False  # whether steps without decodes join one by one, so that no decode waits for several
 
 
@@ -157,7 +160,7 @@ class _Load(NamedTuple):
     decodes: int  # about
     micro_batches: int  # M
     batch: bool  # whether all prompts that wait belong to batches
-    short: bool  # whether one step could hold them
+    short: bool  # whether the prompts that wait are short
 
 
 class Pacer:
@@ -394,7 +397,7 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        short = waiting.left + waiting.others <= self._most
+        short = waiting.left + waiting.others <= _SHORT_TOKENS
         load = _Load(
             _about(waiting.position + _POSITIONS_ALIKE),
             _about(waiting.decodes),
@@ -418,7 +421,7 @@ class Pacer:
         equal = _EQUAL_SHORT if short else _EQUAL
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         for tokens in _sizes(self._most):
-            found = self._best_beside(waiting, tokens, limit_s)
+            found = self._best_beside(waiting, tokens, limit_s, short=short)
             if found is None:
                 return None
             if best is not None and found[1].over_goal_s > 0:
@@ -436,7 +439,7 @@ class Pacer:
         passage = self.passage(_riding(waiting, max(1, chunk.step_tokens - rows), rows))
         return passage is not None and abs(passage.server_s - chunk.seconds) <= _CHANGED * chunk.seconds
 
-    def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float) -> tuple[float, Chunk] | None:
+    def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float, *, short: bool) -> tuple[float, Chunk] | None:
         """Return the best P for steps of this size, and the seconds until the prompts end.
 
         The smaller P leaves the slowest server idle for a part of each turn, the larger one lets steps queue there.
@@ -454,7 +457,8 @@ class Pacer:
             ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
             over_s = max(0.0, turn_s - limit_s)
             bound = "goal" if over_s else passage.slowest
-            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s, True)))
+            chunk = Chunk(tokens, in_flight, passage.server_s, bound, over_s, rides=short, spaced=True)
+            choices.append((over_s, ends_s, chunk))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
 
