@@ -11,7 +11,9 @@ instead, since fixed work differs between servers and grows with the tokens wher
 prompt take the slowest server equally long: attention grows with the position, so their tokens fall.
 
 While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
-by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second.
+by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second, and the smallest
+of about equal ones. Short prompts end soon, so they may take a quarter longer, long ones a tenth. Short ones also ride
+only: a step of their own would read the weights between two steps of decodes, and make the second one late.
 
 Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
 third. As long as the weights bound a step, many decodes of batches fit into that.
@@ -54,6 +56,8 @@ _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smaller step is kinder to chats
+_EQUAL_SHORT = 0.25  # the same of short prompts: they end soon anyway
+_SHORT_TOKENS = 1024  # of all prompts that wait together, if they are short
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
@@ -119,6 +123,7 @@ class Chunk(NamedTuple):
     seconds: float  # expected on the slowest server
     bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
     over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
+    rides: bool = False  # whether prompts go with decodes only, as long as steps with decodes are in flight
     spaced: bool = False  # whether steps without decodes join one by one, so that no decode waits for several
 
 
@@ -148,6 +153,16 @@ class _Target(NamedTuple):
     seconds: float  # expected for it at the time of the choice
 
 
+class _Load(NamedTuple):
+    """What a choice beside decodes holds for."""
+
+    position: int  # of the prompt that is furthest on, about
+    decodes: int  # about
+    micro_batches: int  # M
+    batch: bool  # whether all prompts that wait belong to batches
+    short: bool  # whether the prompts that wait are short
+
+
 class Pacer:
     """Chooses chunks for one ring and keeps the forecast of the prompt that is computed now."""
 
@@ -172,7 +187,7 @@ class Pacer:
         self._target: _Target | None = None
         self._tokens = 0  # size of the newest chunk: where the search for the next one begins
         # Newest choice beside decodes, and its load.
-        self._beside: tuple[tuple[int, int, int, bool], Chunk] | None = None
+        self._beside: tuple[_Load, Chunk] | None = None
         self._checked = False  # the last use of that choice predicted its time again: every second one does
         # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
         self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
@@ -382,11 +397,13 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (
+        short = waiting.left + waiting.others <= _SHORT_TOKENS
+        load = _Load(
             _about(waiting.position + _POSITIONS_ALIKE),
             _about(waiting.decodes),
             waiting.micro_batches,
             waiting.batch,
+            short,
         )
         if self._beside is not None and self._beside[0] == load:
             self._checked = not self._checked
@@ -401,15 +418,16 @@ class Pacer:
             limit_s *= 1 + (_BESIDE_BATCH - 1) * self._chat_turns.share
         else:
             limit_s += _KEPT * goal_s
+        equal = _EQUAL_SHORT if short else _EQUAL
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         for tokens in _sizes(self._most):
-            found = self._best_beside(waiting, tokens, limit_s)
+            found = self._best_beside(waiting, tokens, limit_s, short=short)
             if found is None:
                 return None
             if best is not None and found[1].over_goal_s > 0:
                 best = (best[0], best[1]._replace(bound="goal"))
                 break
-            if best is None or found[0] < best[0] * (1 - _EQUAL):
+            if best is None or found[0] < best[0] * (1 - equal):
                 best = found
         assert best is not None  # there is always a smallest size
         self._beside = (load, best[1])
@@ -421,7 +439,7 @@ class Pacer:
         passage = self.passage(_riding(waiting, max(1, chunk.step_tokens - rows), rows))
         return passage is not None and abs(passage.server_s - chunk.seconds) <= _CHANGED * chunk.seconds
 
-    def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float) -> tuple[float, Chunk] | None:
+    def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float, *, short: bool) -> tuple[float, Chunk] | None:
         """Return the best P for steps of this size, and the seconds until the prompts end.
 
         The smaller P leaves the slowest server idle for a part of each turn, the larger one lets steps queue there.
@@ -439,7 +457,8 @@ class Pacer:
             ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
             over_s = max(0.0, turn_s - limit_s)
             bound = "goal" if over_s else passage.slowest
-            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s, True)))
+            chunk = Chunk(tokens, in_flight, passage.server_s, bound, over_s, rides=short, spaced=True)
+            choices.append((over_s, ends_s, chunk))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
 

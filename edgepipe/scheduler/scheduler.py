@@ -509,7 +509,13 @@ class Scheduler:
 
     @property
     def _only_ride(self) -> bool:
-        """Whether prompts of batches go with decodes only: a step of their own would lengthen the turn of chats."""
+        """Whether prompts go with decodes only: a step of their own would lengthen the turn of chats.
+
+        That holds for prompts of batches, and for short ones while a step with decodes is in flight. Replays cannot
+        ride.
+        """
+        if self._chunk is not None and self._chunk.rides and self._steps.decodes and self._tables.stale_to is None:
+            return True
         if self._beside_chats is None or not self._num_decodes:
             return False
         return self._only_batches_wait(self._prompts.oldest or self._waiting.first())

@@ -192,6 +192,31 @@ def test_a_wider_goal_never_makes_prompts_much_slower(ring: RingTimes, goal_s: f
     assert rate(beside(ring, goal_s * wider)) >= 0.9 * rate(beside(ring, goal_s))
 
 
+def test_short_prompts_take_smaller_steps_beside_chats_than_long_ones() -> None:
+    """Where larger steps end prompts a fifth sooner, chats are worth more than that of a short one."""
+    ring = ring_of([Server(0.02, 1e-4)] * 2)
+    short, long = (beside(ring, 0.3, left=tokens) for tokens in (1024, 1025))
+    assert short.rides
+    assert not long.rides
+    assert short.step_tokens < long.step_tokens
+    assert short.seconds < long.seconds
+
+
+def test_a_short_prompt_rides_with_decodes_and_a_long_one_takes_steps_of_its_own() -> None:
+    for prompt, alone in ((40, False), (1500, True)):
+        world = World(limits(num_blocks=800, context_length=2_000, micro_batches=3), ThrottledPolicy())
+        world.scheduler.set_pacer(Pacer(ring_of([Server(0.02, 1e-4)] * 3), most_tokens=MOST, goal_s=0.1))
+        world.submit(spec(1, 5, max_tokens=60))
+        world.go(6)
+        world.submit(spec(2, prompt, max_tokens=2))
+        before = len(world.steps)
+        world.run()
+        chunks = [step for step in world.steps[before:] if 2 in step.sequences and step.is_bulk]
+        assert chunks
+        assert any(1 not in step.sequences for step in chunks) is alone
+        world.check_outputs()
+
+
 def test_batch_sequences_and_goals_that_are_off_bound_nothing() -> None:
     ring = ring_of([Server(0.01, 1e-4)] * 2)
     bound = beside(ring, 0.05)
