@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -127,20 +127,29 @@ def type_rows(model: Path) -> list[Row]:
             stored, path = model / "model.gguf", copy / "model.gguf"
             with native_llama_cpp(Path(build), stored, threads=1, context_tokens=LLAMA_CONTEXT, rows=1) as rival:
                 rival.quantise(path, ftype)
-            ours = Ours(open_weights(copy), device="cpu", threads=1)
+            weights = open_weights(copy)
+            ours = {
+                f"{name}{label}": Ours(weights, device="cpu", threads=1, settings={"products": products})
+                for products, label in (("auto", ""), ("int16", ", products=int16"))
+            }
             for count in (1, 16):
                 with native_llama_cpp(Path(build), path, threads=1, context_tokens=LLAMA_CONTEXT, rows=count) as rival:
                     theirs = partial(rival.decode_s, NEW_TOKENS, prompt_tokens=PROMPT_TOKENS)
-                    rates = _rates(count * NEW_TOKENS, [ours.decode(count), theirs])
-                    rows.append(
-                        at_least(f"{name}, decode, {count} rows", rates[0], "tok/s", rates[1], "llama.cpp", 1.15)
-                    )
+                    works = [*(stage.decode(count) for stage in ours.values()), theirs]
+                    rows += _against_llama(f"decode, {count} rows", ours, count * NEW_TOKENS, works)
                     if count == 1:
-                        rates = _rates(512, [ours.prefill(512), partial(rival.prefill_s, 512)])
-                        rows.append(
-                            at_least(f"{name}, prefill, 512 tokens", rates[0], "tok/s", rates[1], "llama.cpp", 1.15)
-                        )
+                        works = [*(stage.prefill(512) for stage in ours.values()), partial(rival.prefill_s, 512)]
+                        rows += _against_llama("prefill, 512 tokens", ours, 512, works)
     return rows
+
+
+def _against_llama(what: str, ours: Iterable[str], tokens: int, works: Sequence[Callable[[], float]]) -> list[Row]:
+    """Return a row for each of our ways. The last of the works is llama.cpp's."""
+    *rates, theirs = _rates(tokens, works)
+    return [
+        at_least(f"{name}, {what}", rate, "tok/s", theirs, "llama.cpp", 1.15)
+        for name, rate in zip(ours, rates, strict=True)
+    ]
 
 
 def integer_rows(model: Path) -> list[Row]:

@@ -44,7 +44,8 @@ V = TypeVar("V", np.uint32, np.float16, np.float32)
 
 _FLOAT32_SUMS = 2.0**-18  # tolerance relative to the sum of all products' sizes
 _TINY = 1e-30
-ROW_COUNTS = (*range(1, 9), 11, 13, 16, 17, 19, 23, 25, 29, 35, CHUNK_ROWS + 3)  # parts of each size, two chunks
+# Parts of every compiled size, and two chunks.
+ROW_COUNTS = (*range(1, 9), 11, 13, 16, 17, 19, 23, 25, 29, 35, CHUNK_ROWS + 3)
 _GROUP = 16
 _INPUTS = PANEL_INPUTS + _GROUP  # more than a panel, an odd number of groups
 _SLOT = _INPUTS + SUM_WORDS * (_INPUTS // _GROUP)  # words of a row's prepared inputs

@@ -16,18 +16,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe_torch.cpu.code_vectors import fma_declaration
 from edgepipe_torch.cpu.frame import ATTRIBUTES, load_inputs, read_fields
 from edgepipe_torch.cpu.ir_text import PREFETCH_DECLARATION, Function, float_constant
 from edgepipe_torch.cpu.ir_vectors import EIGHT, INTS
 from edgepipe_torch.cpu.kinds import SCALE_FACTOR, SUM_FACTOR, TILE, ZERO, Kind, byte_place
-from edgepipe_torch.cpu.product_code import (
-    CHUNK_ROWS,
-    PANEL_INPUTS,
-    ProductCode,
-    fma_declaration,
-    split_by_counts,
-    split_rows,
-)
+from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS, ProductCode
+from edgepipe_torch.cpu.row_parts import split_by_counts, split_rows
+from edgepipe_torch.cpu.take_code import TakeCode
 
 _LARGEST = {1: 127, 2: 127 * 257 - 2}  # by digits: largest whole number; of two digits, less the rounding of its factor
 _LEAST_UNIT = 2.0**-126  # smaller factors of inputs are zero
@@ -69,7 +65,12 @@ class IntegerCode(ProductCode):
     def module(self) -> str:
         """Return the text of a module with the functions ``prepare_...``, ``work_...`` and ``take_...``."""
         bits = 32 * self._width
-        parts = [self._prepare(), *(self._tile(count) for count in self.tile_counts), self._work(), self._take()]
+        parts = [
+            self._prepare(),
+            *(self._tile(count) for count in self.tile_counts),
+            self._work(),
+            TakeCode(self._kind).text(),
+        ]
         parts += [
             *(fma_declaration(width) for width in sorted({self._width, 8})),
             PREFETCH_DECLARATION,

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
+from edgepipe_torch.cpu.code_vectors import as_float, e2m1_bytes, fma_declaration, int_list
 from edgepipe_torch.cpu.frame import ATTRIBUTES, read_fields
 from edgepipe_torch.cpu.ir_text import PREFETCH_DECLARATION, Function
-from edgepipe_torch.cpu.kinds import (
-    E2M1_BYTES,
-    E2M1_ZERO,
-    LAST,
-    SCALE_FACTOR,
-    SUM_FACTOR,
-    TILE,
-    ZERO,
-    Kind,
-    byte_place,
-    code_place,
-    part_place,
-)
+from edgepipe_torch.cpu.kinds import E2M1_BYTES, TILE, Kind, byte_place, code_place, part_place
+from edgepipe_torch.cpu.row_parts import part_sizes, split_by_counts, split_rows
+from edgepipe_torch.cpu.take_code import TakeCode, tile_strides
 
 PANEL_INPUTS = 256  # 16 outputs of so many inputs take 16 KiB, half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
@@ -61,12 +52,12 @@ class ProductCode:
     @property
     def tile_counts(self) -> list[int]:
         """Numbers of rows with a ``tile`` function of their own."""
-        return _part_sizes(range(1, self.panel_rows), self._most_rows[0])
+        return part_sizes(range(1, self.panel_rows), self._most_rows[0])
 
     @property
     def panel_counts(self) -> list[int]:
         """Numbers of rows with a ``panel`` function of their own."""
-        return _part_sizes(range(self.panel_rows, CHUNK_ROWS + 1), self._most_rows[1])
+        return part_sizes(range(self.panel_rows, CHUNK_ROWS + 1), self._most_rows[1])
 
     def module(self) -> str:
         """Return the text of a module with the functions ``work_...`` and ``take_...``."""
@@ -75,7 +66,7 @@ class ProductCode:
         parts += [
             *(self._start_totals(), self._store_totals(), self._work_panels()),
             self._work(),
-            self._take(),
+            TakeCode(self._kind).text(),
             *(fma_declaration(width) for width in {self._width, 8}),
             PREFETCH_DECLARATION,
             *self._shuffle_declarations(),
@@ -241,7 +232,7 @@ class ProductCode:
             found: list[str] = []
             for vector in range(self._vectors):
                 at = code.at(kind.number, "%low", code.add(base, vector * width))
-                found.append(_as_float(code, kind, code.load(f"<{width} x {kind.number}>", at, align=2), width))
+                found.append(as_float(code, kind, code.load(f"<{width} x {kind.number}>", at, align=2), width))
             yield found
 
     def _e2m1_levels(self, code: Function, block: str) -> Iterator[list[str]]:
@@ -261,19 +252,19 @@ class ProductCode:
     def _bytes(self, code: Function, codes: str) -> str:
         """Return the E2M1_BYTES of codes in the bytes of words."""
         if not self._shuffles:
-            return _e2m1_bytes(code, codes, self._width)
+            return e2m1_bytes(code, codes, self._width)
         count = self._width // 8
         table = "<" + ", ".join([f"i8 {value}" for value in E2M1_BYTES] * 2) + ">"
         found: list[str] = []
         for index in range(count):
-            lanes = _list(list(range(8 * index, 8 * index + 8)))
+            lanes = int_list(list(range(8 * index, 8 * index + 8)))
             part = code.value(f"shufflevector {self._ints} {codes}, {self._ints} poison, <8 x i32> {lanes}")
             part = code.value(f"bitcast <8 x i32> {part} to {_BYTES}")
             part = code.value(f"call {_BYTES} @{_SHUFFLE}({_BYTES} {table}, {_BYTES} {part})")
             found.append(code.value(f"bitcast {_BYTES} {part} to <8 x i32>"))
         if count == 1:
             return found[0]
-        lanes = _list(list(range(16)))
+        lanes = int_list(list(range(16)))
         return code.value(f"shufflevector <8 x i32> {found[0]}, <8 x i32> {found[1]}, <16 x i32> {lanes}")
 
     def _word(self, code: Function, block: str, word: int, vector: int) -> str:
@@ -373,7 +364,7 @@ class ProductCode:
 
     def _tile_addresses(self, code: Function, field: dict[str, str], index: str) -> dict[str, str]:
         """Return a tile's addresses, and how many of its 16 outputs exist."""
-        low, high = self._strides(code, field["inputs"])
+        low, high = tile_strides(code, self._kind, field["inputs"])
         values = code.mul(field["groups"], TILE)
         output = code.mul(index, TILE)
         bias = code.at("float", field["bias"], output)
@@ -561,118 +552,6 @@ class ProductCode:
             for value, part in zip(values, vectors, strict=True):
                 code.store(self._floats, self._fma(code, value, x, code.load(self._floats, part)), part)
 
-    def _strides(self, code: Function, inputs: str) -> tuple[str, str]:
-        """Return the elements of a tile in both planes."""
-        units = code.value(f"sdiv i64 {inputs}, {8 * self._kind.unit}")
-        return code.mul(units, TILE * self._kind.words), code.mul(units, TILE) if self._kind.high_bits else "0"
-
-    # --- single weights' rows -----------------------------------------------------------------------------
-
-    def _take(self) -> str:
-        """Write ``take_...``: the values [count, I] of rows ``ids``."""
-        code = Function(f"take_{self._kind.name}", ["ptr %segment", "ptr %ids", "i64 %count", "ptr %out"])
-        field = read_fields(code, "%segment")
-        kind = self._kind
-        low_stride, high_stride = self._strides(code, field["inputs"])
-        values = code.mul(field["groups"], TILE)
-        factor = code.load("float", code.at("float", field["factors"], str(SCALE_FACTOR)))
-        factors = code.splat("float", factor, 8)
-        total_blocks = code.value(f"sdiv i64 {field['inputs']}, 8")
-
-        def row(index: str) -> None:
-            number = code.load("i64", code.at("i64", "%ids", index))
-            tile, lane = code.value(f"sdiv i64 {number}, {TILE}"), code.value(f"srem i64 {number}, {TILE}")
-            low = code.at("i32", field["low"], code.mul(tile, low_stride))
-            low = code.at(kind.number or "i32", low, lane)
-            high = code.at(f"i{kind.high_bits or 32}", field["high"], code.add(code.mul(tile, high_stride), lane))
-            scale = code.at("half", field["scale"], code.add(code.mul(tile, values), lane))
-            offset = code.at("half", field["offset"], code.add(code.mul(tile, values), lane))
-            out = code.at("float", "%out", code.mul(index, field["inputs"]))
-
-            def unit(number: str) -> None:
-                group = code.mul(code.value(f"sdiv i64 {number}, {field['blocks']}"), TILE)
-                scales = "" if kind.number else code.splat("float", self._single(code, scale, group), 8)
-                for index, levels in enumerate(self._eights(code, low, high, number)):
-                    value = levels
-                    if not kind.number:
-                        value = self._values(code, field, levels, scales, factors, offset, group)
-                    code.store("<8 x float>", value, code.at("float", out, code.mul(code.add(number, index), 8)))
-
-            code.loop("0", total_blocks, unit, step=kind.unit)
-
-        code.loop("0", "%count", row)
-        return code.text()
-
-    def _values(
-        self, code: Function, field: dict[str, str], levels: str, scales: str, factors: str, offset: str, group: str
-    ) -> str:
-        """Return one output's values of 8 inputs."""
-        if self._kind.added:  # factors[SUM_FACTOR]: of the offset; without rounding the product of scale and code
-            shift = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
-            added = code.value(f"fmul float {self._single(code, offset, group)}, {shift}")
-            scales = code.value(f"fmul <8 x float> {scales}, {factors}")
-            parts = (levels, scales, code.splat("float", added, 8))
-            return code.value(f"call <8 x float> @llvm.fma.v8f32({', '.join(f'<8 x float> {part}' for part in parts)})")
-        zero = code.load("float", code.at("float", field["factors"], str(ZERO)))
-        centred = code.value(f"fsub <8 x float> {levels}, {code.splat('float', zero, 8)}")
-        centred = code.value(f"fmul <8 x float> {centred}, {factors}")
-        return code.value(f"fmul <8 x float> {centred}, {scales}")
-
-    def _eights(self, code: Function, low: str, high: str, block: str) -> list[str]:
-        """Return the levels of one output's inputs of the unit that begins with ``block``, 8 in each vector."""
-        kind = self._kind
-        if kind.number:
-            return [self._eight_numbers(code, low, block)]
-        unit = code.value(f"sdiv i64 {block}, {kind.unit}")
-        base = code.mul(unit, TILE * kind.words)
-        words = [code.load("i32", code.at("i32", low, code.add(base, TILE * word))) for word in range(kind.words)]
-        last = ""  # the code made of parts
-        if kind.split:
-            element = f"i{kind.high_bits}"
-            above = code.load(element, code.at(element, high, code.mul(unit, TILE)), align=2)
-            words.append(above if kind.bits == 6 else code.value(f"zext i16 {above} to i32"))
-            for word, each in enumerate(words):
-                top = code.value(f"lshr i32 {each}, {part_place(kind, word)}")
-                last = code.value(f"or i32 {last}, {code.value(f'shl i32 {top}, {2 * word}')}") if last else top
-        found: list[str] = []
-        for first in range(0, 8 * kind.unit, 8):
-            vector, shifts = "poison", []
-            for lane in range(8):
-                word, shift = code_place(kind, first + lane)
-                source, shift = (last, 0) if last and first + lane == LAST else (words[word], shift)
-                vector = code.value(f"insertelement <8 x i32> {vector}, i32 {source}, i32 {lane}")
-                shifts.append(shift)
-            moved = code.value(f"lshr <8 x i32> {vector}, {_list(shifts)}")
-            codes = code.value(f"and <8 x i32> {moved}, {_list([(1 << kind.bits) - 1] * 8)}")
-            if kind.floats:
-                sign = code.value(f"and <8 x i32> {codes}, {_list([128] * 8)}")
-                rest = code.value(f"and <8 x i32> {codes}, {_list([127] * 8)}")
-                sign, rest = (
-                    code.value(f"shl <8 x i32> {each}, {_list([by] * 8)}") for each, by in ((sign, 24), (rest, 20))
-                )
-                found.append(
-                    code.value(f"bitcast <8 x i32> {code.value(f'or <8 x i32> {sign}, {rest}')} to <8 x float>")
-                )
-            elif kind.e2m1:
-                levels = code.value(f"and <8 x i32> {_e2m1_bytes(code, codes, 8)}, {_list([255] * 8)}")
-                found.append(code.value(f"sitofp <8 x i32> {levels} to <8 x float>"))
-            else:
-                found.append(code.value(f"sitofp <8 x i32> {codes} to <8 x float>"))
-        return found
-
-    def _eight_numbers(self, code: Function, low: str, block: str) -> str:
-        """Return the values of one output's inputs of a block."""
-        number, vector = self._kind.number, "poison"
-        for lane in range(8):
-            at = code.at(number, low, code.add(code.mul(block, 8 * TILE), lane * TILE))
-            each = code.load(number, at, align=2)
-            vector = code.value(f"insertelement <8 x {number}> {vector}, {number} {each}, i32 {lane}")
-        return _as_float(code, self._kind, vector, 8)
-
-    def _single(self, code: Function, base: str, index: str) -> str:
-        half = code.load("half", code.at("half", base, index), align=2)
-        return code.value(f"fpext half {half} to float")
-
     def _half(self, code: Function, base: str, index: str) -> str:
         """Read a vector of float16 as float32."""
         halves = code.load(f"<{self._width} x half>", code.at("half", base, index), align=2)
@@ -684,83 +563,4 @@ class ProductCode:
 
     def _all(self, value: int) -> str:
         """Return a constant vector."""
-        return _list([value] * self._width)
-
-
-def _as_float(code: Function, kind: Kind, vector: str, width: int) -> str:
-    """Return a vector of numbers as float32."""
-    if kind.number == "float":
-        return vector
-    if kind.number == "half":
-        return code.value(f"fpext <{width} x half> {vector} to <{width} x float>")
-    ints = f"<{width} x i32>"
-    wide = code.value(f"zext <{width} x i16> {vector} to {ints}")
-    moved = code.value(f"shl {ints} {wide}, {_list([16] * width)}")
-    return code.value(f"bitcast {ints} {moved} to <{width} x float>")
-
-
-def _e2m1_bytes(code: Function, codes: str, width: int) -> str:
-    """Return the E2M1_BYTES of codes in the bytes of words. No byte reaches into its neighbour.
-
-    A magnitude t of 4 and more, whose lower bits are r, has ``t + r``, and 2 more for r = 3.
-    """
-    kind = f"<{width} x i32>"
-
-    def do(operation: str, word: str, other: str | int, *, every_byte: bool = False) -> str:
-        number = int(other) * 0x01010101 if every_byte else other
-        return code.value(
-            f"{operation} {kind} {word}, {_list([number] * width) if isinstance(number, int) else number}"
-        )
-
-    magnitude = do("and", codes, 7, every_byte=True)
-    large = do("and", codes, 4, every_byte=True)
-    rest = do("and", magnitude, do("sub", large, do("lshr", large, 2)))
-    both = do("and", rest, do("lshr", rest, 1))
-    value = do("add", do("add", magnitude, rest), do("shl", both, 1))
-    sign = do("and", codes, 8, every_byte=True)
-    ones = do("sub", do("shl", sign, 2), do("lshr", sign, 3))  # 31 of a negative value: 12 - v is (v ^ 31) + 12 - 31
-    return do("sub", do("add", do("xor", value, ones), E2M1_ZERO, every_byte=True), ones)
-
-
-def parts_of(rows: int, most: int) -> list[int]:
-    """Split rows into as few parts of about the same size as possible, of ``most`` rows or fewer: their sizes."""
-    count = -(-rows // most)
-    return [rows * (index + 1) // count - rows * index // count for index in range(count)]
-
-
-def _part_sizes(rows: range, most: int) -> list[int]:
-    return sorted({size for count in rows for size in parts_of(count, most)})
-
-
-def split_rows(code: Function, first: str, end: str, most: int, body: Callable[[str, str], None]) -> None:
-    """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its end."""
-    rows = code.value(f"sub i64 {end}, {first}")
-    count = code.value(f"sdiv i64 {code.add(rows, most - 1)}, {most}")
-
-    def bound(index: str) -> str:
-        return code.add(first, code.value(f"sdiv i64 {code.mul(rows, index)}, {count}"))
-
-    code.loop("0", count, lambda index: body(bound(index), bound(code.add(index, 1))))
-
-
-def split_by_counts(
-    code: Function, first: str, end: str, most: int, sizes: Sequence[int], body: Callable[[str, int], None]
-) -> None:
-    """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its size, one of ``sizes``."""
-
-    def part(begin: str, stop: str) -> None:
-        found = code.value(f"sub i64 {stop}, {begin}")
-        for size in sizes:
-            code.branch(code.value(f"icmp eq i64 {found}, {size}"), lambda size=size: body(begin, size))
-
-    split_rows(code, first, end, most, part)
-
-
-def fma_declaration(width: int) -> str:
-    """Return the declaration of a fused multiply-add."""
-    kind = f"<{width} x float>"
-    return f"declare {kind} @llvm.fma.v{width}f32({kind}, {kind}, {kind})\n"
-
-
-def _list(values: Sequence[int]) -> str:
-    return "<" + ", ".join(f"i32 {value}" for value in values) + ">"
+        return int_list([value] * self._width)

@@ -21,7 +21,8 @@ from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
 from edgepipe_torch.cpu.kernels import Compiler, CpuKernels, cpu_kernels, most_rows  # noqa: E402
 from edgepipe_torch.cpu.kinds import Kind  # noqa: E402
 from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.cpu.product_code import CHUNK_ROWS, ProductCode, parts_of  # noqa: E402
+from edgepipe_torch.cpu.product_code import CHUNK_ROWS, ProductCode  # noqa: E402
+from edgepipe_torch.cpu.row_parts import parts_of  # noqa: E402
 from edgepipe_torch.cpu.tiled_weight import NUMBERS  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.linear import Workspace  # noqa: E402

@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.layout import codes_of, planes_of
-from edgepipe_torch.cpu.product_code import ProductCode, parts_of
+from edgepipe_torch.cpu.product_code import ProductCode
+from edgepipe_torch.cpu.row_parts import parts_of
 
 
 @given(st.sampled_from([5, 6, 8]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 1000))
