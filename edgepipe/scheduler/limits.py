@@ -46,6 +46,7 @@ class SchedulerLimits:
     # Host memory below the device: blocks of each memory class, and slots of states if there are any; empty: none.
     host_places: tuple[int, ...] = ()
     host_rates: HostRates | None = None  # None: not known; then everything comes back, at once
+    rest_tokens: int = 0  # slots that a sequence needs behind its last token's, see ``kv_forms.rest_tokens``
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
@@ -61,7 +62,7 @@ class SchedulerLimits:
     @property
     def max_tokens(self) -> int:
         """Maximum length of one sequence, prompt and output."""
-        return min(self.context_length, self.num_blocks * self.block_size)
+        return min(self.context_length, self.num_blocks * self.block_size - self.rest_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

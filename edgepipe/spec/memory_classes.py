@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.kv_forms import rest_tokens
 
 SLACK_TOKENS = 2048
 """Tokens of a prompt that may be in flight beyond a window: some steps' prefill."""
@@ -40,11 +41,12 @@ class WindowPool:
     slack: int  # tokens that may be in flight beyond the window
     num_blocks: int
     block_size: int  # tokens
+    rest_tokens: int = 0  # see ``kv_forms.rest_tokens``
 
     @property
     def most_blocks(self) -> int:
         """Blocks that a sequence holds at most."""
-        return -(-(self.window + self.slack) // self.block_size) + 1
+        return -(-(self.window + self.slack + self.rest_tokens) // self.block_size) + 1
 
     def first_block(self, position: int) -> int:
         """Return the place in a sequence of the first block that the token at ``position`` or a later one sees."""
@@ -74,6 +76,7 @@ class MemoryClasses:
     slack: int  # tokens
     state_bytes: int = 0  # one sequence's states in all layers; 0: no layer is recurrent
     kv_token_bytes: int = 0  # one token's KV in all layers, in bf16
+    rest_tokens: int = 0  # slots that a sequence needs behind its last token's, see ``kv_forms.rest_tokens``
 
     def pools(self, *, num_blocks: int, block_size: int) -> tuple[WindowPool, ...]:
         """Return the windows' pools beside ``num_blocks`` blocks of the context.
@@ -83,7 +86,7 @@ class MemoryClasses:
         contexts = -(-num_blocks * block_size // self.context_length)
         pools: list[WindowPool] = []
         for window in self.windows:
-            pool = WindowPool(window=window, slack=self.slack, num_blocks=num_blocks, block_size=block_size)
+            pool = self._pool(window, num_blocks, block_size=block_size)
             blocks = max(num_blocks // _POOL_PARTS, contexts * pool.most_blocks)
             pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
         return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
@@ -125,8 +128,17 @@ class MemoryClasses:
         if window_blocks and len(window_blocks) != len(self.windows):
             raise ValueError(f"{len(window_blocks)} windows, not {len(self.windows)}")
         return tuple(
-            WindowPool(window=window, slack=self.slack, num_blocks=blocks, block_size=block_size)
+            self._pool(window, blocks, block_size=block_size)
             for window, blocks in zip(self.windows, window_blocks, strict=False)
+        )
+
+    def _pool(self, window: int, num_blocks: int, *, block_size: int) -> WindowPool:
+        return WindowPool(
+            window=window,
+            slack=self.slack,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            rest_tokens=self.rest_tokens,
         )
 
     def kept_tokens(self, num_tokens: int, *, block_size: int) -> tuple[int, ...]:
@@ -184,8 +196,8 @@ def stage_classes(
     return [(count, classes.layers(number, slices)) for number, count in enumerate((num_blocks, *window_blocks))]
 
 
-def memory_classes(config: ModelConfig) -> MemoryClasses:
-    """Derive a model's classes from its layers."""
+def memory_classes(config: ModelConfig, kv: str = "") -> MemoryClasses:
+    """Derive a model's classes from its layers. ``kv``: form of the KV, see ``kv_forms``; empty: a dtype."""
     slack = max(1, min(SLACK_TOKENS, config.context_length // _SLACK_PARTS))
     windows_of = [layer.attention.window if layer.attention else None for layer in config.layers]
     kept = [_kept(window, slack, config.context_length) for window in windows_of]
@@ -200,6 +212,7 @@ def memory_classes(config: ModelConfig) -> MemoryClasses:
         slack=slack,
         state_bytes=config.state_bytes(),
         kv_token_bytes=config.kv_bytes_per_token(form=_COUNTED_FORM),
+        rest_tokens=rest_tokens(kv),
     )
 
 
@@ -221,9 +234,12 @@ def state_slots(config: ModelConfig, num_tokens: int, *, most_slots: int = 0) ->
 def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str, most_slots: int = 0) -> tuple[int, ...]:
     """Return the bytes of each layer's KV and states where the layers that keep the context hold ``num_tokens``.
 
+    A chat of so many tokens fits, with the slots that its form of KV needs behind them.
+
     ``form``: see ``ModelConfig.kv_bytes_per_token``. ``most_slots``: see ``MemoryClasses.states``.
     """
-    kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
+    classes = memory_classes(config, form)
+    kept = classes.kept_tokens(num_tokens + classes.rest_tokens if num_tokens else 0, block_size=_BLOCK_SIZE)
     states = state_slots(config, num_tokens, most_slots=most_slots)
     slots = states.kept_slots if states is not None else 0
     return tuple(
