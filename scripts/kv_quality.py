@@ -14,13 +14,13 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.spec.facts import LayerRange, make_slices
-from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT
+from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT, REST_TOKENS
 from edgepipe.store.quantise import REFERENCE_TEXT
 from edgepipe.store.store import StoredModel
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids
 
 FORMS: Mapping[str, str] = {"8 bits": KV_8BIT, "4 bits": KV_4BIT}
-BLOCK, CHUNK = 16, 128  # tokens
+BLOCK, CHUNK = 32, 128  # tokens
 FACTS: Mapping[str, str] = {
     "The password of the old library in Oslo is": "tulip",
     "Uncle Bernard keeps his spare keys under the": "piano",
@@ -75,7 +75,7 @@ def facts_found(model: StoredModel, kv: str, num_tokens: int, *, threads: int = 
         filler = filler[length:]
     assert len(text) == num_tokens, "the reference text is too short"
     backend = loaded(model, kv, num_tokens + 64, threads)
-    blocks = -(-(num_tokens + 64) // BLOCK)
+    blocks = blocks_of(num_tokens + 64)
     for start in range(0, num_tokens, 4 * CHUNK):
         part = text[start : start + 4 * CHUNK]
         run_step(backend, make_step([step_row(start, len(part), (0, blocks))], logit_rows=[]), token_ids(part))
@@ -100,13 +100,18 @@ def loaded(model: StoredModel, kv: str, num_tokens: int, threads: int) -> TorchB
     backend, config = TorchBackend(options), model.config
     whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load(whole, model.open_weights(), lambda _: None)
-    backend.allocate_kv(num_blocks=-(-num_tokens // BLOCK), block_size=BLOCK)
+    backend.allocate_kv(num_blocks=blocks_of(num_tokens), block_size=BLOCK)
     return backend
+
+
+def blocks_of(num_tokens: int) -> int:
+    """Return the blocks of a sequence, with those that a form of KV needs behind its tokens."""
+    return -(-(num_tokens + REST_TOKENS) // BLOCK)
 
 
 def _log_probabilities(backend: TorchBackend, part: Sequence[int], start: int, num_tokens: int) -> Floats:
     """Read tokens from a position on; return the logarithms of all tokens' probabilities behind each [T, V]."""
-    row = step_row(start, len(part), (0, -(-num_tokens // BLOCK)))
+    row = step_row(start, len(part), (0, blocks_of(num_tokens)))
     logits = run_step(backend, make_step([row]), token_ids(part)).astype(np.float64)
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 import torch
-from kv_quality import BLOCK, FORMS, loaded
+from kv_quality import FORMS, blocks_of, loaded
 
 from edgepipe.store.store import StoredModel
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids
@@ -41,7 +41,7 @@ def decode_times(model: StoredModel, num_tokens: int, *, rounds: int) -> dict[st
     for number in range(rounds + _WARM_UPS):
         for name, backend in backends.items():
             for times, length in zip(found[name], (num_tokens, _SHORT), strict=True):
-                row = step_row(length - 1, 1, (0, -(-num_tokens // BLOCK)))
+                row = step_row(length - 1, 1, (0, blocks_of(num_tokens)))
                 begun_s = time.perf_counter()
                 run_step(backend, make_step([row]), token_ids([7]))
                 if number >= _WARM_UPS:

@@ -74,6 +74,11 @@ def kv_values(state: Words, weights: Words, key: np.uint64) -> Words:
     return (state ^ weights) * key
 
 
+def rests(values: Words) -> Words:
+    """Return the lower bits that a form of KV keeps beside the codes of values."""
+    return mix(values)
+
+
 def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
     """Return states ``[T]`` after a layer. ``attended`` [T]: weighted sum over the slots that it sees."""
     state = (state + attended) * key

@@ -41,7 +41,7 @@ from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.drafting import EmulatedDraftModel
 from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVStorage, StateStorage
-from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, prepare_step
+from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, Rests, prepare_step
 from edgepipe_emulated.settings import read_settings
 
 _SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
@@ -192,7 +192,8 @@ class EmulatedBackend:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
         pools = self._need_pools()
         check_states(step.rows, self._states.num_slots)
-        return prepare_step(step, pools=pools, weights=loaded.weights, groups=self._groups[step.slice_index])
+        groups = self._groups[step.slice_index]
+        return prepare_step(step, pools=pools, weights=loaded.weights, groups=groups, kv=self._settings.kv)
 
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -375,6 +376,8 @@ def _run_layers(
     before = np.zeros((len(part.layers), len(state)), np.uint64)
     for group, past in zip(groups, prepared.past, strict=True):
         before[list(group.layers)] = _seen_before(group, past, pools[group.pool], prepared)
+        if prepared.rests:
+            before[list(group.layers)] += _lost_rests(group, prepared.rests[group.pool], pools[group.pool], len(state))
     written = np.empty((len(part.layers), len(state)), np.uint64)
     for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
         if specs[offset].mtp:  # it guesses tokens, and what it computes does not enter the logits
@@ -395,8 +398,23 @@ def _run_layers(
         if experts is not None:
             state = arithmetic.pass_experts(state, arithmetic.expert_keys(part.layers.start + offset, experts.count))
     for group in groups:
-        pools[group.pool].write(group.stored, prepared.slots[group.pool], written[list(group.layers)])
+        pool, values = pools[group.pool], written[list(group.layers)]
+        pool.write(group.stored, prepared.slots[group.pool], values)
+        if prepared.rests:
+            rests = prepared.rests[group.pool]
+            pool.write(group.stored, rests.slots, arithmetic.rests(values[:, rests.kept]))
     return state
+
+
+def _lost_rests(group: LayerGroup, rests: Rests, pool: KVStorage, num_tokens: int) -> Words:
+    """Return for each layer and token ``[layers, T]`` zero, or what spoils it if lower bits that it sees are wrong."""
+    lost: Words | None = None
+    for span in rests.begun:
+        found = pool.read(group.stored, span.rests) ^ arithmetic.rests(pool.read(group.stored, span.slots))
+        if found.any():
+            lost = np.zeros((len(found), num_tokens), np.uint64) if lost is None else lost
+            lost[:, span.seen_by] = found.sum(axis=1, keepdims=True)
+    return np.zeros((len(group.layers), num_tokens), np.uint64) if lost is None else lost
 
 
 def _seen_before(group: LayerGroup, past: Past, pool: KVStorage, prepared: PreparedStep) -> Words:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.types import BlockRun, Step, StepRow
 from edgepipe.errors import StepFailed
+from edgepipe.spec.kv_forms import rest_tokens, span_tokens
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.kv import KVStorage, Layers, Slots, past_slots, slot_at, table_slots
 
@@ -39,6 +41,22 @@ class Past:
         return [past_slots(runs, start, stop, block_size) for runs, start, stop in self.seen]
 
 
+class BegunSpan(NamedTuple):
+    """Earlier tokens of the span that a row goes on with, in one memory class."""
+
+    slots: npt.NDArray[np.int64]  # [n] of their KV
+    rests: npt.NDArray[np.int64]  # [n] of their lower bits
+    seen_by: slice  # packed tokens of the row in the same span
+
+
+class Rests(NamedTuple):
+    """Lower bits of KV, in one memory class."""
+
+    begun: Sequence[BegunSpan]  # of the rows that go on with a span
+    kept: npt.NDArray[np.int64]  # [K] packed tokens whose lower bits are stored
+    slots: npt.NDArray[np.int64]  # [K] their slots
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
     """Input of ``submit`` besides tokens or activations."""
@@ -49,6 +67,7 @@ class PreparedStep:
     past: tuple[Past, ...]  # earlier tokens that each group reads
     row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
+    rests: tuple[Rests, ...] = ()  # for each class; empty: the form of KV has no spans
 
     @property
     def num_tokens(self) -> int:
@@ -57,9 +76,9 @@ class PreparedStep:
 
 
 def prepare_step(
-    step: Step, *, pools: Sequence[KVStorage], weights: Words, groups: Sequence[LayerGroup]
+    step: Step, *, pools: Sequence[KVStorage], weights: Words, groups: Sequence[LayerGroup], kv: str = ""
 ) -> PreparedStep:
-    """Build the arrays. ``weights``: for every position of the context. ``groups``: of the slice.
+    """Build the arrays. ``weights``: for every position of the context. ``groups``: of the slice. ``kv``: its form.
 
     Raises StepFailed for a short block table, an unknown block, a position beyond the context, an invalid logit row,
     and two tokens in the same slot.
@@ -67,7 +86,7 @@ def prepare_step(
     if not step.rows:
         raise StepFailed("a step has no rows")
     for row in step.rows:
-        _check(row, pools, len(weights))
+        _check(row, pools, len(weights), rest_tokens(kv))
     lengths = np.array([row.num_tokens for row in step.rows], dtype=np.int64)
     slots = tuple(_own_slots(step, number, pool) for number, pool in enumerate(pools))
     num_tokens = int(lengths.sum())
@@ -83,7 +102,29 @@ def prepare_step(
         past=tuple(_past(step, group, pools[group.pool], weights) for group in groups),
         row_of=row_of,
         row_start=row_start,
+        rests=tuple(_rests(step, number, pool, kv) for number, pool in enumerate(pools)) if rest_tokens(kv) else (),
     )
+
+
+def _rests(step: Step, number: int, pool: KVStorage, kv: str) -> Rests:
+    """Lay out the lower bits in one class. Tables begin with a span."""
+    span, more, packed = span_tokens(kv, pool.block_size), rest_tokens(kv), 0
+    begun: list[BegunSpan] = []
+    kept: list[npt.NDArray[np.int64]] = []
+    slots: list[npt.NDArray[np.int64]] = []
+    for row in step.rows:
+        first, runs = _table(row, number)
+        start = row.position - first * pool.block_size
+        end, span_start = start + row.num_tokens, start // span * span
+        if span_start < start:
+            own = table_slots(runs, span_start, start, pool.block_size)
+            rests = table_slots(runs, span_start + more, start + more, pool.block_size)
+            begun.append(BegunSpan(own, rests, slice(packed, packed + min(row.num_tokens, span_start + span - start))))
+        count = min(row.num_tokens, more)
+        packed += row.num_tokens
+        kept.append(np.arange(packed - count, packed))
+        slots.append(table_slots(runs, end - count + more, end + more, pool.block_size))
+    return Rests(begun, np.concatenate(kept), np.concatenate(slots))
 
 
 def _table(row: StepRow, number: int) -> tuple[int, Sequence[BlockRun]]:
@@ -133,15 +174,16 @@ def _past(step: Step, group: LayerGroup, pool: KVStorage, weights: Words) -> Pas
     )
 
 
-def _check(row: StepRow, pools: Sequence[KVStorage], context_length: int) -> None:
+def _check(row: StepRow, pools: Sequence[KVStorage], context_length: int, more: int) -> None:
+    """``more``: slots that a row needs behind its last token's."""
     end = row.position + row.num_tokens
     if row.num_tokens < 1 or row.position < 0 or end > context_length:
         raise StepFailed(f"tokens {row.position}-{end - 1} are outside the context", fact=f"it has {context_length}")
     for number, pool in enumerate(pools):
         first, runs = _table(row, number)
         room = (first + sum(run.count for run in runs)) * pool.block_size
-        if room < end:
-            raise StepFailed(f"a block table ends before its tokens do: {room} slots for {end} tokens")
+        if room < end + more:
+            raise StepFailed(f"a block table ends before its tokens do: {room} slots for {end + more} tokens")
         if any(run.start < 0 or run.count < 1 or run.start + run.count > pool.num_blocks for run in runs):
             raise StepFailed(
                 "a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}"

@@ -5,13 +5,16 @@ T packed rows, n rows of one sequence, L visible keys, Hq and Hkv heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import mlx.core as mx
 import numpy as np
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.layer_spec import Attention, Temperature
 from edgepipe.spec.rope import temperatures
-from edgepipe_mlx.kv import KVPool
+from edgepipe_mlx.kv import KVPool, NewestPart, RestArrays, SpanPool
 from edgepipe_mlx.tiles import tile_rows
 
 
@@ -24,6 +27,8 @@ class StepArrays:
         self.positions = mx.array(plan.positions)
         self._plan = plan
         self.slots = mx.array(plan.slots.astype(np.uint32))
+        self.rests = _rests(plan)
+        self.whole_rows = plan.rows
         self._blocks: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[tuple[int, int], mx.array] = {}
         self._temperatures: dict[Temperature, mx.array] = {}
@@ -43,6 +48,19 @@ class StepArrays:
         if key not in self._blocks:
             self._blocks[key] = mx.array(row.blocks[first_block:])
         return self._blocks[key]
+
+    def span_mask(self, row: RowLayout, window: int | None, first: int, begin: int) -> mx.array:
+        """Return [n, L + length - begin], True where a row sees a key with 4 bits, and one of the newest with 8."""
+        key = (row.first_row, -(window or 0) - 1)
+        if key not in self._masks:
+            assert row.rests is not None
+            queries = mx.arange(row.position, row.length)[:, None]
+            spans = queries // row.rests.span * row.rests.span
+            seen = queries - (window or row.length)
+            rough, whole = mx.arange(first, row.length)[None], mx.arange(begin, row.length)[None]
+            parts = [(rough < spans) & (rough > seen), (whole >= spans) & (whole <= queries) & (whole > seen)]
+            self._masks[key] = mx.concatenate(parts, axis=1)
+        return self._masks[key]
 
     def mask(self, row: RowLayout, window: int | None, first: int) -> mx.array:
         """Return [n, L], True where a row sees a key: not after itself, and among the last ``window`` tokens."""
@@ -79,21 +97,95 @@ class LayerStep:
         Values that are a part of the keys are narrower. ``sinks`` [Hq]: see ``layer_spec.Attention``. Returns [T, Hq,
         1, D], as wide as values.
         """
-        self._pool.write(self._step.slots, keys, values)
-        parts = [self._attend_row(row, queries, sinks) for row in self._step.rows]
+        opened = self._opened(self._pool) if isinstance(self._pool, SpanPool) else {}
+        self._pool.write(self._step.slots, keys, values, self._step.rests)
+        parts = [self._attend_row(row, queries, sinks, opened) for row in self._step.rows]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _attend_row(self, row: RowLayout, queries: mx.array, sinks: mx.array | None) -> mx.array:
+    def _opened(self, pool: SpanPool) -> dict[int, Sequence[mx.array]]:
+        """Return lower bits that a long row's codes will overwrite, by its first row; evaluated before that."""
+        found = {
+            row.first_row: pool.rests_at(_begun_slots(row))
+            for row in self._step.whole_rows
+            if row.rests is not None
+            and row.position > row.rests.first
+            and row.num_tokens > REST_TOKENS - row.rests.span
+        }
+        mx.eval([*found.values()])
+        return found
+
+    def _attend_row(
+        self, row: RowLayout, queries: mx.array, sinks: mx.array | None, opened: Mapping[int, Sequence[mx.array]]
+    ) -> mx.array:
+        if isinstance(self._pool, SpanPool):
+            return self._attend_spans(self._pool, row, queries, sinks, opened)
         first = self._first_visible(row)
         keys, values = self._pool.read(row, first, self._step.blocks(row, first // self._block_size))
-        own = self._pool.turned(queries[row.first_row : row.first_row + row.num_tokens])
-        own = own.transpose(2, 1, 0, 3)  # [1, Hq, n, D]
-        scale = self._spec.logit_scale
-        if self._spec.softcap:
-            mask = None if row.num_tokens == 1 else self._step.mask(row, self._spec.window, first)
-            out = _attend_capped(own, keys, values, scale=scale, cap=self._spec.softcap, mask=mask, sinks=sinks)
+        if self._spec.softcap and row.num_tokens > 1:
+            mask = self._step.mask(row, self._spec.window, first)
         else:
             mask = self._mask(row, first)
+        return self._result(row, queries, keys, values, mask, sinks)
+
+    def _attend_spans(
+        self,
+        pool: SpanPool,
+        row: RowLayout,
+        queries: mx.array,
+        sinks: mx.array | None,
+        opened: Mapping[int, Sequence[mx.array]],
+    ) -> mx.array:
+        """Attend to the tokens before a row's span with 4 bits, and to those of the span with 8."""
+        assert row.rests is not None
+        first = self._first_visible(row)
+        blocks = self._step.blocks(row, first // self._block_size)
+        rests, begin = pool.rests_of(row.first_row, row.first_row + row.num_tokens), row.position
+        start = max(first, row.rests.start(row.position))
+        if start < begin:
+            earlier = self._earlier(pool, row, start, opened)
+            rests, begin = [mx.concatenate([*pair], axis=1) for pair in zip(earlier, rests, strict=True)], start
+        mask = self._step.span_mask(row, self._spec.window, first, begin) if row.num_tokens > 1 else None
+        keys, values = pool.read_newest(row, first, blocks, NewestPart(begin, rests, twice=mask is not None))
+        return self._result(row, queries, keys, values, mask, sinks)
+
+    def _earlier(
+        self, pool: SpanPool, row: RowLayout, start: int, opened: Mapping[int, Sequence[mx.array]]
+    ) -> Sequence[mx.array]:
+        """Return the lower bits of the tokens ``[start, position)`` of a row, of this step or of earlier ones."""
+        assert row.rests is not None
+        whole = next(each for each in self._step.whole_rows if each.first_row <= row.first_row < each.end_row)
+        own = max(start, whole.position)
+        parts: list[Sequence[mx.array]] = []
+        if start < whole.position:
+            found = opened.get(whole.first_row)
+            skipped = start - row.rests.first
+            parts.append(
+                pool.rests_at(mx.array(row.rests.of(start, whole.position).astype(np.uint32)))
+                if found is None
+                else [each[:, skipped:] for each in found]
+            )
+        if own < row.position:
+            place = whole.first_row + own - whole.position
+            parts.append(pool.rests_of(place, place + row.position - own))
+        return [mx.concatenate([*each], axis=1) for each in zip(*parts, strict=True)]
+
+    def _result(
+        self,
+        row: RowLayout,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend with a row's queries of [T, Hq, 1, D] to keys and values [1, Hkv, L, D]. Returns [n, Hq, 1, V]."""
+        own = self._pool.turned(queries[row.first_row : row.first_row + row.num_tokens])
+        own = own.transpose(2, 1, 0, 3)  # [1, Hq, n, D]
+        scale, cap = self._spec.logit_scale, self._spec.softcap
+        if cap:
+            assert not isinstance(mask, str)
+            out = _attend_capped(own, keys, values, scale=scale, cap=cap, mask=mask, sinks=sinks)
+        else:
             out = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks)
         return self._pool.turned(out.transpose(2, 1, 0, 3))
 
@@ -109,6 +201,26 @@ class LayerStep:
         if self._spec.window is None or row.length <= self._spec.window:
             return "causal"  # aligned at the end: the last row sees all keys
         return self._step.mask(row, self._spec.window, first)
+
+
+def _rests(plan: StepLayout) -> RestArrays | None:
+    """Return where the lower bits of a step's tokens go; None if the form of KV has no spans.
+
+    Those of a row's last tokens only: others would lie in slots of this step's codes.
+    """
+    if not plan.rows or plan.rows[0].rests is None:
+        return None
+    counts = [min(row.num_tokens, REST_TOKENS) for row in plan.rows]
+    ends = [row.first_row + row.num_tokens for row in plan.rows]
+    tokens = [np.arange(end - count, end, dtype=np.uint32) for count, end in zip(counts, ends, strict=True)]
+    slots = [row.rests.slots[-count:] for row, count in zip(plan.rows, counts, strict=True) if row.rests is not None]
+    return RestArrays(mx.array(np.concatenate(tokens)), mx.array(np.concatenate(slots).astype(np.uint32)))
+
+
+def _begun_slots(row: RowLayout) -> mx.array:
+    """Return the slots of the lower bits of a row's span, up to its first token."""
+    assert row.rests is not None
+    return mx.array(row.rests.of(row.rests.first, row.position).astype(np.uint32))
 
 
 def _attend_capped(

@@ -36,7 +36,7 @@ from edgepipe.backend.types import (
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.plain_words import plain
 from edgepipe.spec.facts import ModelConfig, Slice
-from edgepipe.spec.kv_forms import KV_FORMS
+from edgepipe.spec.kv_forms import KV_FORMS, span_tokens
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.memory_classes import stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
@@ -63,7 +63,7 @@ from edgepipe_mlx.kernel_errors import packed_errors
 from edgepipe_mlx.kv import KVPool, KVStorage, restore_block, stored_block
 from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
-from edgepipe_mlx.packed_kv import PackedKVStorage
+from edgepipe_mlx.packed_kv import packed_pool
 from edgepipe_mlx.packing import mlx_form
 from edgepipe_mlx.states import LayerStates, StateStep, StepStates
 
@@ -229,6 +229,7 @@ class MlxBackend:
             num_blocks=self._num_blocks,
             window_blocks=self._window_blocks,
             state_slots=self._state_slots,
+            span=span_tokens(self._kv, self._block_size),
             dtype=np.int32,
         )
 
@@ -308,7 +309,13 @@ class MlxBackend:
             if number and len(each.kept) < len(ids):
                 going = mx.array(each.kept)
                 finals, ids = finals[going], ids[going]
-            layout = lay_out_step(each.step, block_size=self._block_size, num_blocks=self._num_blocks, dtype=np.int32)
+            layout = lay_out_step(
+                each.step,
+                block_size=self._block_size,
+                num_blocks=self._num_blocks,
+                span=span_tokens(self._kv, self._block_size),
+                dtype=np.int32,
+            )
             finals = self._predict(part, self._arrays(layout), ids, finals, mx.array(layout.logit_rows))
             ids = mx.argmax(self._logits(part, finals), axis=-1).astype(mx.int32)
             mx.eval(ids, self._mtp_pool(part).arrays)
@@ -492,7 +499,7 @@ class MlxBackend:
             return None
         if spec.latent is not None:
             return latent_pool(spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, form=self._kv)
-        make = partial(PackedKVStorage, form=self._kv) if self._kv else KVStorage
+        make = partial(packed_pool, form=self._kv) if self._kv else KVStorage
         return make(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

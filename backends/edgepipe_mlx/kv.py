@@ -11,13 +11,28 @@ before any view is taken, and views live no longer than their step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
 
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
+
+
+class RestArrays(NamedTuple):
+    """The tokens [K] of a step whose lower bits later steps may read, and the slots [K] of these, uint32."""
+
+    tokens: mx.array
+    slots: mx.array
+
+
+class NewestPart(NamedTuple):
+    """The newest tokens of a row, from the position ``begin`` on."""
+
+    begin: int  # counts from the sequence's first token
+    rests: Sequence[mx.array]  # lower bits [heads, length - begin, D / 2] of keys and, where they are apart, of values
+    twice: bool  # some of the row's tokens see them with 4 bits
 
 
 class KVPool(Protocol):
@@ -28,8 +43,11 @@ class KVPool(Protocol):
         """All that the pool holds, for evaluation only; do not keep them."""
         ...
 
-    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T] uint32."""
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
+        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T] uint32.
+
+        ``rests``: where lower bits go, if the pool has them.
+        """
         ...
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
@@ -45,6 +63,25 @@ class KVPool(Protocol):
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, with the result of copying one after another."""
+        ...
+
+
+@runtime_checkable
+class SpanPool(KVPool, Protocol):
+    """A pool whose newest tokens have codes of 8 bits, see ``kv_forms``."""
+
+    def rests_at(self, slots: mx.array) -> Sequence[mx.array]:
+        """Return the lower bits in ``slots`` [n], as ``NewestPart.rests``."""
+        ...
+
+    def rests_of(self, first: int, end: int) -> Sequence[mx.array]:
+        """Return the lower bits of the tokens ``[first, end)`` of the last ``write``."""
+        ...
+
+    def read_newest(
+        self, row: RowLayout, first: int, blocks: mx.array | None, newest: NewestPart
+    ) -> tuple[mx.array, mx.array]:
+        """Return what ``read`` does, and behind it the newest tokens with 8 bits, once more or only there."""
         ...
 
 
@@ -64,7 +101,7 @@ class KVStorage:
         """Keys and values, for evaluation only; do not keep them."""
         return self._keys, self._values
 
-    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
         """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
         self._keys[self._heads, slots] = keys.squeeze(2).swapaxes(0, 1)
         self._values[self._heads, slots] = values.squeeze(2).swapaxes(0, 1)

@@ -19,6 +19,8 @@ _SCALE_MARGIN = 1 + 2**-11  # covers the rounding of a normal float16, so that n
 _LEAST_SCALE = 2**-24  # the smallest float16: the scale of zeros; covers the rounding of scales near it
 
 _MIDDLE = 7.5  # a value of 4 bits is ``(code - _MIDDLE) * scale``
+_FINE_STEPS = 16  # a code of 8 bits counts sixteenths of a scale; its upper 4 bits are the code of 4
+_FINE_MIDDLE = 127.5
 _SCALE_SHIFT = 20  # a scale is the upper bits of a float32, of which its byte counts up from ``_LEAST_BITS``
 _LEAST_BITS = (127 - 20) << 3  # of 2**-20, the smallest scale; the largest is 3584
 _NO_SCALE = 255  # of a group with a NaN or an infinity, or with values beyond the scales
@@ -89,6 +91,18 @@ _GROUPED: Mapping[mx.Dtype, Callable[[mx.array, mx.array], mx.array]] = {
 }
 
 
+def _grouped_whole(dtype: mx.Dtype, codes: mx.array, rests: mx.array, scales: mx.array) -> mx.array:
+    """Return values as ``_grouped`` does, of codes with 8 bits, whose lower ones are ``rests``."""
+    upper = mx.concatenate([codes & 15, codes >> 4], axis=-2).astype(mx.float32)
+    lower = mx.concatenate([rests & 15, rests >> 4], axis=-2).astype(mx.float32)
+    return ((upper * _FINE_STEPS + lower - _FINE_MIDDLE) * (scales * (1 / _FINE_STEPS))).astype(dtype)
+
+
+_GROUPED_WHOLE: Mapping[mx.Dtype, Callable[[mx.array, mx.array, mx.array], mx.array]] = {
+    dtype: mx.compile(partial(_grouped_whole, dtype), shapeless=True) for dtype in _DTYPES
+}
+
+
 class FourBits:
     """4-bit codes of the rotated vector, and a byte for the scale of each group. See ``docs/adr/kv-4bit.md``."""
 
@@ -98,17 +112,42 @@ class FourBits:
         self.kinds = ((head_dim // 2, mx.uint8), (head_dim // self._group, mx.uint8))
 
     def encode(self, values: mx.array) -> tuple[mx.array, mx.array]:
-        """See ``KVCodes``. A byte has a value of a group's first half and its counterpart of the second."""
+        codes, scales, _ = self.encode_whole(values)
+        return codes, scales
+
+    def encode_whole(self, values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return codes, scales, and the lower bits [..., D / 2] that make codes of 8 bits of those of 4.
+
+        A byte has a value of a group's first half and its counterpart of the second.
+        """
         groups = mx.unflatten(self.turned(values.astype(mx.float32)), -1, (-1, self._group))
         scales = scale_bytes(mx.abs(groups).max(axis=-1))
-        raised = mx.floor(groups / scale_values(scales)[..., None] + (_MIDDLE + 0.5))
-        codes = mx.clip(mx.where(mx.isnan(raised), 0, raised), 0, 15).astype(mx.uint8)
-        low, high = mx.split(codes, 2, axis=-1)
-        return mx.flatten(low | (high << 4), -2), scales
+        raised = mx.floor((groups / scale_values(scales)[..., None] + (_MIDDLE + 0.5)) * _FINE_STEPS)
+        whole = mx.clip(mx.where(mx.isnan(raised), 0, raised), 0, 255).astype(mx.uint8)
+        low, high = mx.split(whole, 2, axis=-1)
+        codes, rests = (low >> 4) | (high & 0xF0), (low & 0xF) | (high << 4)
+        return mx.flatten(codes, -2), scales, mx.flatten(rests, -2)
+
+    def whole(self, codes: mx.array, scales: mx.array, rests: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return vectors [..., D], turned, of codes with 8 bits."""
+        upper, lower = (mx.unflatten(each, -1, (scales.shape[-1], 1, -1)) for each in (codes, rests))
+        return mx.flatten(_GROUPED_WHOLE[dtype](upper, lower, scale_values(scales)[..., None, None]), -3)
 
     def decoded(self, codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
         groups = mx.unflatten(codes, -1, (scales.shape[-1], 1, -1))
         return mx.flatten(_GROUPED[dtype](groups, scale_values(scales)[..., None, None]), -3)
+
+    def decoded_newest(
+        self, codes: mx.array, scales: mx.array, rests: mx.array, begin: int, dtype: mx.Dtype, *, twice: bool
+    ) -> mx.array:
+        """Return vectors [..., n, D] with 4 bits, then those from ``begin`` on with 8.
+
+        ``twice``: those from ``begin`` on are among the ones with 4 bits, too.
+        """
+        whole = self.whole(codes[..., begin:, :], scales[..., begin:, :], rests, dtype)
+        if not twice:
+            codes, scales = codes[..., :begin, :], scales[..., :begin, :]
+        return mx.concatenate([self.decoded(codes, scales, dtype), whole], axis=-2)
 
     def turned(self, vectors: mx.array) -> mx.array:
         """Multiply each block with the orthonormal Hadamard matrix, which is its own inverse."""

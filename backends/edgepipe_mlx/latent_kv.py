@@ -9,8 +9,8 @@ import mlx.core as mx
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
 from edgepipe.spec.layer_spec import Attention
-from edgepipe_mlx.kv import KVPool, copied_slots, head_rows, independent, read_tokens
-from edgepipe_mlx.kv_codes import KVCodes, codes_of
+from edgepipe_mlx.kv import KVPool, NewestPart, RestArrays, copied_slots, head_rows, independent, read_tokens
+from edgepipe_mlx.kv_codes import FourBits, KVCodes, codes_of
 
 
 class LatentStorage:
@@ -43,8 +43,8 @@ class LatentStorage:
         """Vectors, or codes and scales."""
         return self._pools
 
-    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them."""
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
+        """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them. See ``KVPool``."""
         own = keys.squeeze(2).swapaxes(0, 1)
         made = (own,) if self._codes is None else self._codes.encode(own)
         for pool, written in zip(self._pools, made, strict=True):
@@ -70,10 +70,51 @@ class LatentStorage:
                 pool[self._heads, targets] = values
 
 
+class FourBitLatentStorage(LatentStorage):
+    """4-bit codes and their scales, and the lower bits of the newest tokens. See ``SpanPool``."""
+
+    def __init__(
+        self, arrays: Sequence[mx.array], codes: FourBits, *, value_width: int, block_size: int, dtype: mx.Dtype
+    ) -> None:
+        super().__init__(arrays, codes, value_width=value_width, block_size=block_size, dtype=dtype)
+        self._form = codes
+        self._made: mx.array | None = None  # lower bits of the last ``write``
+
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
+        """Write codes to ``slots`` [T], and lower bits to those of ``rests``."""
+        assert rests is not None
+        codes, scales = self._pools
+        made = self._form.encode_whole(keys.squeeze(2).swapaxes(0, 1))
+        codes[self._heads, slots], scales[self._heads, slots], self._made = made
+        codes[self._heads, rests.slots] = mx.take(self._made, rests.tokens, axis=1)
+
+    def rests_at(self, slots: mx.array) -> tuple[mx.array]:
+        """See ``SpanPool``."""
+        return (self._pools[0][self._heads, slots],)
+
+    def rests_of(self, first: int, end: int) -> tuple[mx.array]:
+        """See ``SpanPool``."""
+        assert self._made is not None
+        return (self._made[:, first:end],)
+
+    def read_newest(
+        self, row: RowLayout, first: int, blocks: mx.array | None, newest: NewestPart
+    ) -> tuple[mx.array, mx.array]:
+        """See ``SpanPool``."""
+        codes, scales = (read_tokens(pool, row, first, blocks, self._block_size)[None] for pool in self._pools)
+        (rests,) = newest.rests
+        keys = self._form.decoded_newest(
+            codes, scales, rests[None], newest.begin - first, self._dtype, twice=newest.twice
+        )
+        return keys, keys[..., : self._value_width]
+
+
 def latent_pool(spec: Attention, *, num_blocks: int, block_size: int, dtype: mx.Dtype, form: str) -> KVPool:
     """Make a layer's pool; ``form``: of ``KV_FORMS``, or empty."""
     slots = (1, num_blocks * block_size)
     codes = codes_of(form, spec.head_dim, spec.latent_width) if form else None
     kinds = [(spec.head_dim, dtype)] if codes is None else codes.kinds
     arrays = [mx.zeros((*slots, width), kind) for width, kind in kinds]
+    if isinstance(codes, FourBits):
+        return FourBitLatentStorage(arrays, codes, value_width=spec.latent_width, block_size=block_size, dtype=dtype)
     return LatentStorage(arrays, codes, value_width=spec.latent_width, block_size=block_size, dtype=dtype)

@@ -33,7 +33,7 @@ from edgepipe.backend.types import (
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
 from edgepipe.spec.facts import ModelConfig, Slice
-from edgepipe.spec.kv_forms import KV_FORMS
+from edgepipe.spec.kv_forms import KV_FORMS, span_tokens
 from edgepipe.spec.layout import is_expert
 from edgepipe.spec.memory_classes import memory_classes, stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
@@ -54,6 +54,7 @@ from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
 from edgepipe_torch.layers.rope import Rotations
@@ -212,6 +213,7 @@ class TorchBackend:
             num_blocks=self._num_blocks,
             window_blocks=self._window_blocks,
             state_slots=self._state_slots,
+            span=span_tokens(self._kv, self._block_size),
         )
 
     def submit(
@@ -425,7 +427,11 @@ class TorchBackend:
         """Lay out a pass of the layer that predicts one token more, which has no state."""
         assert self._rotations is not None
         prepared = prepare_step(
-            step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks
+            step,
+            rotations=self._rotations,
+            block_size=self._block_size,
+            num_blocks=self._num_blocks,
+            span=span_tokens(self._kv, self._block_size),
         )
         return self._step_tensors(steps, prepared, None)
 
@@ -446,10 +452,14 @@ class TorchBackend:
 
     def _step_tensors(self, steps: SliceSteps, prepared: PreparedStep, states: StatePool | None) -> StepTensors:
         layout, upload = prepared.layout, self._device.transfer.upload
+
+        def in_class(held: PreparedStep) -> ClassTensors:
+            attention = steps.attention(held)
+            rests = attention.rests if isinstance(attention, PackedSequenceAttention) else None
+            return ClassTensors(upload(held.layout.slots), attention, rests)
+
         return StepTensors(
-            classes=[
-                ClassTensors(upload(held.layout.slots), steps.attention(held)) for held in (prepared, *prepared.windows)
-            ],
+            classes=[in_class(held) for held in (prepared, *prepared.windows)],
             rotations=[upload(each).unsqueeze(1) for each in prepared.rotations],
             logit_rows=upload(layout.logit_rows),
             states=None if states is None else StepStates.of(layout, states.zeros, self._device.transfer),

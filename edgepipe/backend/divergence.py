@@ -16,6 +16,7 @@ from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType, BackendOp
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.tensors import WeightSource
 
 WINDOW_TOKENS = 256  # each window of the text is a sequence of its own
@@ -109,7 +110,7 @@ def _one_layer(config: ModelConfig) -> Slice:
 def _run(backend: Backend, source: WeightSource, part: Slice, inputs: Sequence[Any]) -> list[Any]:
     """Run windows of token ids [T] or activations [T, H] through one slice: activations, or logits [T, V]."""
     backend.load([part], source, lambda _progress: None)
-    num_blocks = -(-max(len(window) for window in inputs) // DEFAULT_BLOCK_SIZE)
+    num_blocks = -(-(max(len(window) for window in inputs) + REST_TOKENS) // DEFAULT_BLOCK_SIZE)
     backend.allocate_kv(num_blocks=num_blocks, block_size=DEFAULT_BLOCK_SIZE)
     outputs: list[Any] = []
     for index, window in enumerate(inputs):

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, ScoreRows, Step, StepRow, TierMove
 from edgepipe.errors import StepFailed
+from edgepipe.spec.kv_forms import REST_TOKENS
 
 Indices = npt.NDArray[Any]  # int32 or int64, as the backend's kernels take them
+
+
+class RestSlots(NamedTuple):
+    """Where the lower bits of a row's newest tokens are, from the span of its first token on; see ``kv_forms``."""
+
+    span: int  # tokens
+    first: int  # position of the first of these tokens: a multiple of the span
+    slots: Indices  # [length - first]
+
+    def start(self, position: int) -> int:
+        """Return the first position of a position's span."""
+        return position // self.span * self.span
+
+    def of(self, start: int, end: int) -> Indices:
+        """Return the slots of the positions ``[start, end)``."""
+        return self.slots[start - self.first : end - self.first]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +48,17 @@ class RowLayout:
     start_slot: int  # slot of token 0
     contiguous: bool  # the blocks follow one another: token n is in slot ``start_slot + n``
     state: RowState | None = None  # slots of its state; None: no layer is recurrent
+    rests: RestSlots | None = None  # None: the form of KV has no spans
+
+    @property
+    def position(self) -> int:
+        """Position of its first token in this step."""
+        return self.length - self.num_tokens
+
+    @property
+    def end_row(self) -> int:
+        """The packed row behind its last one."""
+        return self.first_row + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +92,20 @@ def lay_out_step(
     num_blocks: int,
     window_blocks: Sequence[int] = (),
     state_slots: int = 0,
+    span: int = 0,
     dtype: type[np.int32] | type[np.int64],
 ) -> StepLayout:
     """Lay out a step of blocks with ``block_size`` tokens, from a pool of ``num_blocks`` and the windows' pools.
+
+    span  see ``kv_forms.span_tokens``
 
     Raises StepFailed if a block table is short, or if it names a block or slot that the pools lack: kernels check
     nothing.
     """
     check_states(step.rows, state_slots)
     positions = [np.arange(row.position, row.position + row.num_tokens, dtype=dtype) for row in step.rows]
-    slots, rows = _lay_out_rows(step.rows, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+    lay_out_rows = partial(_lay_out_rows, block_size=block_size, span=span, dtype=dtype)
+    slots, rows = lay_out_rows(step.rows, num_blocks=num_blocks)
     for copy in step.copies:
         _check_run(BlockRun(copy.source, 1), num_blocks)
         _check_run(BlockRun(copy.target, 1), num_blocks)
@@ -93,20 +126,20 @@ def lay_out_step(
     windows: list[StepLayout] = []
     for number, count in enumerate(window_blocks):
         held = [_within(row, number, block_size) for row in step.rows]
-        slots, rows = _lay_out_rows(held, block_size=block_size, num_blocks=count, dtype=dtype)
+        slots, rows = lay_out_rows(held, num_blocks=count)
         windows.append(replace(layout, slots=slots, rows=rows))
     return replace(layout, windows=tuple(windows))
 
 
 def _lay_out_rows(
-    held: Sequence[StepRow], *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]
+    held: Sequence[StepRow], *, block_size: int, num_blocks: int, span: int, dtype: type[np.int32] | type[np.int64]
 ) -> tuple[Indices, tuple[RowLayout, ...]]:
     """Return the slots ``[T]`` of the rows' tokens in one memory class, and the rows' layouts."""
     slots: list[Indices] = []
     rows: list[RowLayout] = []
     first_row = 0
     for row in held:
-        layout = _row_layout(row, first_row, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+        layout = _row_layout(row, first_row, block_size=block_size, num_blocks=num_blocks, span=span, dtype=dtype)
         own = np.arange(row.position, row.position + row.num_tokens, dtype=dtype)
         slots.append(_slots_at(layout, own, block_size))
         rows.append(layout)
@@ -131,19 +164,31 @@ def all_slots(row: RowLayout, block_size: int) -> Indices:
 
 
 def _row_layout(
-    row: StepRow, first_row: int, *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]
+    row: StepRow,
+    first_row: int,
+    *,
+    block_size: int,
+    num_blocks: int,
+    span: int,
+    dtype: type[np.int32] | type[np.int64],
 ) -> RowLayout:
-    length = row.position + row.num_tokens
+    length, more = row.position + row.num_tokens, REST_TOKENS if span else 0
     covered = sum(run.count for run in row.runs) * block_size
-    if row.num_tokens < 1 or row.position < 0 or covered < length:
+    if row.num_tokens < 1 or row.position < 0 or covered < length + more:
         raise StepFailed(
             f"the blocks of sequence {row.sequence} do not cover its tokens",
-            fact=f"{covered} slots for tokens {row.position}-{length - 1}",
+            fact=f"{covered} slots for tokens {row.position}-{length - 1}{f' and {more} more' if more else ''}",
         )
     for run in row.runs:
         _check_run(run, num_blocks)
     parts = [np.arange(run.start, run.start + run.count, dtype=dtype) for run in row.runs]
-    blocks = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: -(-length // block_size)]
+    table = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    blocks = table[: -(-length // block_size)]
+    rests = None
+    if span:
+        first = row.position // span * span
+        places = np.arange(first + REST_TOKENS, length + REST_TOKENS, dtype=dtype)
+        rests = RestSlots(span, first, table[places // block_size] * block_size + places % block_size)
     return RowLayout(
         first_row=first_row,
         num_tokens=row.num_tokens,
@@ -152,6 +197,7 @@ def _row_layout(
         start_slot=int(blocks[0]) * block_size,
         contiguous=len(parts) == 1 or not bool((np.diff(blocks) != 1).any()),
         state=row.state,
+        rests=rests,
     )
 
 

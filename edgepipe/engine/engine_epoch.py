@@ -242,18 +242,18 @@ class EngineEpoch:
         limits, spec, settings = self._context.limits, self._spec, self._spec.settings
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
+        classes = memory_classes(self._context.config, settings.kv)
         if spec.kv_tokens:
-            num_blocks = min(num_blocks, -(-spec.kv_tokens // settings.block_size))
+            num_blocks = min(num_blocks, -(-(spec.kv_tokens + classes.rest_tokens) // settings.block_size))
         if self._kept is not None and self._kept.is_worth(num_blocks):
             num_blocks = min(num_blocks, self._kept.pools.context.num_blocks)
-        if num_blocks < 1:
+        if num_blocks * settings.block_size <= classes.rest_tokens:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
                 fact=f"one block of {settings.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
                 next_step="add a node or choose a smaller model",
                 node=smallest.node_name,
             )
-        classes = memory_classes(self._context.config)
         windows = classes.pools(num_blocks=num_blocks, block_size=settings.block_size)
         host_blocks = min(site.max_host_blocks for site in self.sites)
         if self._kept is not None and self._kept.pools.cached_blocks and self._kept.host_blocks <= host_blocks:
@@ -274,6 +274,7 @@ class EngineEpoch:
             disk_places=classes.host_places(disk_blocks, windows, block_size=settings.block_size),
             host_rates=_host_rates(self.sites, self._context.itl_goal_s),
             states=classes.states(num_blocks=num_blocks, block_size=settings.block_size, most=settings.most_slots),
+            rest_tokens=classes.rest_tokens,
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:

@@ -46,9 +46,12 @@ class Demand:
         """Bytes of one token's activations on a link."""
         return self.row_bytes or 2 * self.config.hidden_size
 
-    def kv_levels(self) -> list[int]:
-        """Return the KV sizes to try, in tokens: enough for all conversations, then halves, down to the minimum."""
-        wanted = self.context_tokens * (self.concurrency if self.objective is Objective.THROUGHPUT else 1)
+    def kv_levels(self, rest_tokens: int = 0) -> list[int]:
+        """Return the KV sizes to try, in tokens: enough for all conversations, then halves, down to the minimum.
+
+        rest_tokens  see ``chats``
+        """
+        wanted = self.kv_of(self.concurrency if self.objective is Objective.THROUGHPUT else 1, rest_tokens)
         levels: list[int] = []
         while wanted > self.least_kv_tokens:
             levels.append(wanted)
@@ -68,9 +71,20 @@ class Demand:
             choices.append(max(LEAST_SLOTS, choices[-1] // 2))
         return choices
 
-    def sequences(self, kv_tokens: int, *, most_slots: int = 0) -> int:
+    def kv_of(self, chats: int, rest_tokens: int) -> int:
+        """Return the tokens of one conversation that needs as much KV as so many. ``rest_tokens``: see ``chats``."""
+        return chats * (self.context_tokens + rest_tokens) - rest_tokens
+
+    def chats(self, kv_tokens: int, rest_tokens: int) -> int:
+        """Return how many conversations fit into KV that keeps one of ``kv_tokens``.
+
+        rest_tokens  slots that each needs behind its last token's, see ``kv_forms``
+        """
+        return (kv_tokens + rest_tokens) // (self.context_tokens + rest_tokens)
+
+    def sequences(self, kv_tokens: int, *, most_slots: int = 0, rest_tokens: int = 0) -> int:
         """Return how many conversations fit into the KV and the slots of states, at most ``concurrency``."""
-        most = kv_tokens // self.context_tokens
+        most = self.chats(kv_tokens, rest_tokens)
         if (slots := state_slots(self.config, kv_tokens, most_slots=most_slots)) is not None:
             most = min(most, slots.num_slots)
         return max(1, min(self.concurrency, most))

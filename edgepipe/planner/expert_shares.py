@@ -193,7 +193,8 @@ def _least(
 ) -> Plan:
     """Return the plan with the smallest shares with which the devices hold the same layers and KV."""
     chats = demand.concurrency if demand.objective is Objective.THROUGHPUT else 1
-    need = replace(_need(demand), kv_tokens=min(found.kv_tokens, demand.context_tokens * chats))
+    wanted = demand.kv_of(chats, machines[0].room.rest_tokens)
+    need = replace(_need(demand), kv_tokens=min(found.kv_tokens, wanted))
     parts = _parts(found.placed)
     shares = {
         machine.node_id: _room_with(need, machine.room, parts.get(machine.node_id, []), choices).ram_percent

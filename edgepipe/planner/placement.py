@@ -10,6 +10,7 @@ from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.spec.expert_places import split_kind, with_ram_percent
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import rest_tokens
 from edgepipe.spec.memory_classes import kv_bytes
 from edgepipe.units import format_bytes
 from edgepipe.weights.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
@@ -49,6 +50,11 @@ class NodeRoom:
     def dtype(self) -> str:
         """The compute dtype."""
         return dtype_of(self.bytes_per_weight)
+
+    @property
+    def rest_tokens(self) -> int:
+        """Slots that a sequence needs behind its last token's."""
+        return rest_tokens(self.kv)
 
     def layers_kv_bytes(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...]:
         """Return the bytes of each layer's KV on this node, for a KV cache of ``num_tokens``."""

@@ -248,9 +248,10 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
     need = _need(demand, 0)
     kv_tokens = _kv_room(demand, placed, by_id)
     ring = Ring(demand, placed, by_id, links)
-    most_slots = by_id[placed[0].node_id].room.most_slots
-    single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens, most_slots=most_slots))
-    wanted = min(kv_tokens, demand.context_tokens * demand.concurrency)
+    room = by_id[placed[0].node_id].room
+    chats = demand.sequences(kv_tokens, most_slots=room.most_slots, rest_tokens=room.rest_tokens)
+    single, many = ring.of(1, 1), ring.best(chats)
+    wanted = min(kv_tokens, demand.kv_of(demand.concurrency, room.rest_tokens))
     stages = tuple(
         PlannedStage(
             machine=by_id[each.node_id],
@@ -367,7 +368,7 @@ class _Search:
         """
         found: list[tuple[Partition, int, int]] = []  # partition, KV tokens, M
         per_s = 0.0
-        for kv_tokens in self._demand.kv_levels():
+        for kv_tokens in self._demand.kv_levels(self._machines[0].room.rest_tokens):
             sequences = self._sequences(kv_tokens)
             partition = self._best_with(
                 kv_tokens, self._constraints.num_nodes, at_most_s=sequences / per_s if per_s else inf
@@ -430,7 +431,8 @@ class _Search:
     def _sequences(self, kv_tokens: int) -> int:
         if self._demand.objective is Objective.LATENCY:
             return 1
-        return self._demand.sequences(kv_tokens, most_slots=self._machines[0].room.most_slots)
+        room = self._machines[0].room
+        return self._demand.sequences(kv_tokens, most_slots=room.most_slots, rest_tokens=room.rest_tokens)
 
     def _best_with(self, kv_tokens: int, count: int, *, at_most_s: float = inf, most: int = 0) -> Partition | None:
         """Return the best partition over all M, or those up to ``most``."""

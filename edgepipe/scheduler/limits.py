@@ -48,6 +48,7 @@ class SchedulerLimits:
     host_places: tuple[int, ...] = ()
     disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: none
     host_rates: HostRates | None = None  # None: not known; then everything comes back, at once
+    rest_tokens: int = 0  # slots that a sequence needs behind its last token's, see ``kv_forms.rest_tokens``
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
@@ -64,7 +65,7 @@ class SchedulerLimits:
     @property
     def max_tokens(self) -> int:
         """Maximum length of one sequence, prompt and output."""
-        return min(self.context_length, self.num_blocks * self.block_size)
+        return min(self.context_length, self.num_blocks * self.block_size - self.rest_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -931,6 +931,7 @@ class Scheduler:
             alone=spec.alone,
             registration_base_bytes=spec.registration_base_bytes,
             registration_token_bytes=spec.registration_token_bytes,
+            rest_tokens=self._limits.rest_tokens,
         )
 
     def _check_length(self, prompt_tokens: int) -> None:

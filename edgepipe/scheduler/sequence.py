@@ -63,6 +63,7 @@ class Sequence:
     decoded_s: float = 0.0  # when its newest decode retired; 0: not known
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
     room: int = 0  # tokens that its blocks of every class reach to
+    rest_tokens: int = 0  # slots that it needs behind its last token's
     known_blocks: int = 0  # its first blocks that are full, computed and entered in the cache
     next_full: int = NEVER  # computed tokens at which the next block can enter the cache
     keys: list[Key] = field(default_factory=list[Key])  # keys of its first full blocks, computed on demand
@@ -121,7 +122,8 @@ class Sequence:
     def note_room(self, block_size: int) -> None:
         """Update ``room`` after a table changed."""
         blocks = len(self.blocks)
-        self.room = block_size * (min([blocks, *[each.end for each in self.windows]]) if self.windows else blocks)
+        reached = block_size * (min([blocks, *[each.end for each in self.windows]]) if self.windows else blocks)
+        self.room = max(0, reached - self.rest_tokens)
 
     def keys_of(self, num_blocks: int, *, block_size: int) -> list[Key]:
         """Return the keys of the first ``num_blocks`` blocks. All their tokens must be known."""

@@ -350,11 +350,14 @@ class BlockTables:
 
     def needs(self, sequence: Sequence) -> int:
         """Return the number of blocks for all known tokens."""
-        return -(-len(sequence.tokens) // self._limits.block_size)
+        return self._blocks_for(len(sequence.tokens))
 
     def _room(self, sequence: Sequence) -> int:
         """Return the number of blocks for the sequence at its limit."""
-        return -(-sequence.limit // self._limits.block_size)
+        return self._blocks_for(sequence.limit)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-(num_tokens + self._limits.rest_tokens) // self._limits.block_size)
 
     def _reusable_keys(self, sequence: Sequence) -> list[Key]:
         """Return the keys of blocks that the cache may provide: all full ones except the last token's (its logits are

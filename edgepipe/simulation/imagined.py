@@ -144,7 +144,7 @@ def _limits(
 ) -> SchedulerLimits:
     """Use one number of blocks for all stages: the smallest stage's."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
-    classes = memory_classes(cluster.config)
+    classes = memory_classes(cluster.config, cluster.kv)
     num_blocks = min(
         classes.most_blocks(
             cluster.block_size * cost.kv_bytes_per_token(slices),
@@ -155,7 +155,7 @@ def _limits(
             state_bytes=cluster.config.state_bytes(layer for part in slices for layer in part.layers),
             block_size=cluster.block_size,
             room_bytes=(devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE,
-            wanted=(cluster.kv_tokens or MOST_TOKENS) // cluster.block_size,
+            wanted=((cluster.kv_tokens or MOST_TOKENS) + classes.rest_tokens) // cluster.block_size,
             most_slots=most_slots,
         )
         for name, (cost, slices) in held.items()
@@ -174,4 +174,5 @@ def _limits(
         max_running=cluster.max_running,
         windows=classes.pools(num_blocks=num_blocks, block_size=cluster.block_size),
         states=classes.states(num_blocks=num_blocks, block_size=cluster.block_size, most=most_slots),
+        rest_tokens=classes.rest_tokens,
     )

@@ -14,7 +14,19 @@ KV_8BIT = "8bit"
 """KV as int8 codes with a float16 scale for each vector."""
 
 KV_4BIT = "4bit"
-"""KV as 4-bit codes of the rotated vector, with a scale of one byte for each group of 32 values."""
+"""KV as 4-bit codes of the rotated vector, with a scale of one byte for each group of 32 values.
+
+The newest tokens of a sequence have 8-bit codes: see ``SPAN_TOKENS``.
+"""
+
+SPAN_TOKENS = 32
+"""With ``KV_4BIT``, a token reads those of its own span with 8 bits: positions from a multiple of this number on."""
+
+REST_TOKENS = 48
+"""How many slots behind a token's own one the lower 4 bits of its 8 lie, until codes of later tokens take that slot.
+
+More than a span: a row with up to 16 rejected drafts leaves the lower bits of the span before it as they are.
+"""
 
 KV_FORMS = (KV_8BIT, KV_4BIT)
 """All forms, the widest first."""
@@ -49,6 +61,19 @@ def four_bits(head_dim: int, value_width: int = 0) -> FourBits:
             next_step=f"give --kv {KV_8BIT}",
         )
     return FourBits(min(block, _GROUP), block)
+
+
+def span_tokens(form: str, block_size: int) -> int:
+    """Return the tokens of a span whose newest one is read with 8 bits; 0 for a form without such spans.
+
+    Spans divide blocks, so that a sequence which begins behind cached blocks begins with a span.
+    """
+    return gcd(SPAN_TOKENS, block_size) if form == KV_4BIT else 0
+
+
+def rest_tokens(form: str) -> int:
+    """Return how many slots a sequence needs behind its last token's."""
+    return REST_TOKENS if form == KV_4BIT else 0
 
 
 def vector_bytes(form: str, head_dim: int, value_width: int = 0) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.kv_forms import rest_tokens
 
 SLACK_TOKENS = 2048
 """Tokens of a prompt that may be in flight beyond a window, whatever the load: some steps' prefill."""
@@ -45,11 +46,12 @@ class WindowPool:
     num_blocks: int
     block_size: int  # tokens
     more: int = 0  # tokens that may be in flight in addition, while half of the pool is free
+    rest_tokens: int = 0  # see ``kv_forms.rest_tokens``
 
     @property
     def most_blocks(self) -> int:
         """Blocks that a sequence holds at most while less than half of the pool is free."""
-        return -(-(self.window + self.slack) // self.block_size) + 1
+        return -(-(self.window + self.slack + self.rest_tokens) // self.block_size) + 1
 
     @property
     def most_slack(self) -> int:
@@ -84,6 +86,7 @@ class MemoryClasses:
     slack: int  # tokens
     state_bytes: int = 0  # one sequence's states in all layers; 0: no layer is recurrent
     kv_token_bytes: int = 0  # one token's KV in all layers, in bf16
+    rest_tokens: int = 0  # slots that a sequence needs behind its last token's, see ``kv_forms.rest_tokens``
 
     def pools(self, *, num_blocks: int, block_size: int) -> tuple[WindowPool, ...]:
         """Return the windows' pools beside ``num_blocks`` blocks of the context.
@@ -108,6 +111,7 @@ class MemoryClasses:
             num_blocks=num_blocks,
             block_size=block_size,
             more=max(0, most - self.slack),
+            rest_tokens=self.rest_tokens,
         )
 
     def states(self, *, num_blocks: int, block_size: int, most: int = 0) -> StateSlots | None:
@@ -206,8 +210,8 @@ def stage_classes(
     return [(count, classes.layers(number, slices)) for number, count in enumerate((num_blocks, *window_blocks))]
 
 
-def memory_classes(config: ModelConfig) -> MemoryClasses:
-    """Derive a model's classes from its layers."""
+def memory_classes(config: ModelConfig, kv: str = "") -> MemoryClasses:
+    """Derive a model's classes from its layers. ``kv``: form of the KV, see ``kv_forms``; empty: a dtype."""
     slack = max(1, min(SLACK_TOKENS, config.context_length // _SLACK_PARTS))
     windows_of = [layer.attention.window if layer.attention else None for layer in config.layers]
     kept = [_kept(window, slack, config.context_length) for window in windows_of]
@@ -222,6 +226,7 @@ def memory_classes(config: ModelConfig) -> MemoryClasses:
         slack=slack,
         state_bytes=config.state_bytes(),
         kv_token_bytes=config.kv_bytes_per_token(form=_COUNTED_FORM),
+        rest_tokens=rest_tokens(kv),
     )
 
 
@@ -243,9 +248,12 @@ def state_slots(config: ModelConfig, num_tokens: int, *, most_slots: int = 0) ->
 def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str, most_slots: int = 0) -> tuple[int, ...]:
     """Return the bytes of each layer's KV and states where the layers that keep the context hold ``num_tokens``.
 
+    A chat of so many tokens fits, with the slots that its form of KV needs behind them.
+
     ``form``: see ``ModelConfig.kv_bytes_per_token``. ``most_slots``: see ``MemoryClasses.states``.
     """
-    kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
+    classes = memory_classes(config, form)
+    kept = classes.kept_tokens(num_tokens + classes.rest_tokens if num_tokens else 0, block_size=_BLOCK_SIZE)
     states = state_slots(config, num_tokens, most_slots=most_slots)
     slots = states.kept_slots if states is not None else 0
     return tuple(

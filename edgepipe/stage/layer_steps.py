@@ -15,6 +15,7 @@ from edgepipe.backend.types import BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.clock import Clock
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.stage.made_up import MadeUpWeights
 
 TOO_SLOW_S = 0.4
@@ -67,8 +68,8 @@ class LayerSteps:
         """Replace the loaded layers."""
         self.part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
         self._backend.load([self.part], self.source, lambda _: None)
-        short, long = MOST_ROWS * (CONTEXT + self._block), LONG_ROWS * (LONG_CONTEXT + self._block)
-        tokens = max(short, long, MOST_TOKENS)
+        beside = self._block + REST_TOKENS
+        tokens = max(MOST_ROWS * (CONTEXT + beside), LONG_ROWS * (LONG_CONTEXT + beside), MOST_TOKENS + beside)
         self._backend.allocate_kv(
             num_blocks=tokens // self._block + MOST_ROWS + 1,
             block_size=self._block,
@@ -142,7 +143,7 @@ class LayerSteps:
         step_rows: list[StepRow] = []
         block = 0
         for index, (position, count) in enumerate(rows):
-            blocks = -(-(position + count) // self._block)
+            blocks = -(-(position + count + REST_TOKENS) // self._block)
             run = BlockRun(block, blocks)
             step_rows.append(
                 StepRow(

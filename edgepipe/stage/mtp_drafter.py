@@ -27,12 +27,15 @@ class MtpDrafter:
     step itself, as ``next_ids`` says. Of later tokens, the model's output waits here until drafts are wanted.
     """
 
-    def __init__(self, sequence: SequenceId, tokens: Sequence[int], run: RunDraft, *, block_size: int) -> None:
-        """``tokens``: the sequence's known ones, of prompt and output."""
+    def __init__(
+        self, sequence: SequenceId, tokens: Sequence[int], run: RunDraft, *, block_size: int, rest_tokens: int = 0
+    ) -> None:
+        """``tokens``: the sequence's known ones, of prompt and output. ``rest_tokens``: see ``kv_forms``."""
         self._sequence = sequence
         self._known = tokens
         self._run = run
         self._block_size = block_size
+        self._rest_tokens = rest_tokens
         self._new: list[int] = []  # tokens behind position ``_base``, which the layer has not taken
         self._base = len(tokens)
         self._runs: tuple[BlockRun, ...] = ()
@@ -106,7 +109,7 @@ class MtpDrafter:
 
     def _room(self) -> int:
         """Return the tokens that the sequence's blocks hold."""
-        return sum(run.count for run in self._runs) * self._block_size
+        return sum(run.count for run in self._runs) * self._block_size - self._rest_tokens
 
 
 class KeptPart(NamedTuple):

@@ -87,6 +87,7 @@ class SequenceTable:
         num_blocks: int,
         block_size: int,
         windows: Sequence[WindowPool] = (),
+        rest_tokens: int = 0,
         state_slots: int = 0,
         host_places: Sequence[int] = (),
         model: ModelBounds,
@@ -94,6 +95,7 @@ class SequenceTable:
         new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None,
     ) -> None:
         """
+        rest_tokens  slots that a sequence needs behind its last token's, see ``kv_forms``
         new_sampler  makes a sampler from a registration and its fault; None if another stage has the head
         new_drafter  makes a drafter from a registration that asks for drafts, and its sampler; None: nothing drafts
         """
@@ -103,6 +105,7 @@ class SequenceTable:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._windows = windows
+        self._rest_tokens = rest_tokens
         self._state_slots = state_slots
         # By ``TierMove.number``: places on the device and in host memory.
         device_places = [num_blocks, *[pool.num_blocks for pool in windows], *([state_slots] if state_slots else [])]
@@ -203,7 +206,7 @@ class SequenceTable:
         table.runs, table.end = _joined(table.runs, run), table.end + run.count
 
     def _check_row(self, plan: StepPlan, row: PlanRow, state: SequenceState) -> None:
-        end, room = row.position + row.num_tokens, state.num_blocks * self._block_size
+        end, room = row.position + row.num_tokens, state.num_blocks * self._block_size - self._rest_tokens
         if row.num_tokens < 1:
             raise _bad(plan, f"sequence {row.sequence} has a row without tokens")
         if row.sample > row.num_tokens:
@@ -222,7 +225,7 @@ class SequenceTable:
         end = row.position + row.num_tokens
         for number, (pool, table) in enumerate(zip(self._windows, state.windows, strict=True)):
             table.drop(pool.first_block(row.position - pool.most_slack))
-            first, last = pool.first_block(row.position), (end - 1) // self._block_size
+            first, last = pool.first_block(row.position), (end + self._rest_tokens - 1) // self._block_size
             if not table.first <= first <= last < table.end:
                 raise _bad(
                     plan,

@@ -355,6 +355,7 @@ class Stage:
                 model=shard.model,
                 kv_since=kv_since,
                 windows=_windows(shard, spec),
+                rest_tokens=shard.classes.rest_tokens,
                 mtp_slice=shard.mtp_slice,
                 draft_model=self._draft_model,
                 disk=self._disk,
@@ -482,7 +483,7 @@ class Stage:
         self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=settings.kv))
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
         sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
-        classes = memory_classes(config)
+        classes = memory_classes(config, settings.kv)
         drafts = config.has_mtp and isinstance(self._backend, DraftingBackend)
         return LoadedShard(
             slices=slices,

@@ -121,6 +121,7 @@ class StageEpoch:
         model: ModelBounds,
         kv_since: Epoch,
         windows: Sequence[WindowPool] = (),
+        rest_tokens: int = 0,
         mtp_slice: int | None = None,
         draft_model: Guesser | None = None,
         disk: DiskTier | None = None,
@@ -134,6 +135,7 @@ class StageEpoch:
         self.spec = spec
         self._model = model
         self._windows = windows
+        self._rest_tokens = rest_tokens  # slots that a sequence needs behind its last token's
         self._kv_since = kv_since
         self._mtp_slice = mtp_slice
         self._draft_model = draft_model
@@ -150,6 +152,7 @@ class StageEpoch:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             windows=windows,
+            rest_tokens=rest_tokens,
             state_slots=spec.state_slots,
             host_places=spec.host_places,
             model=model,
@@ -330,7 +333,13 @@ class StageEpoch:
         tokens.extend(registration.generated)
         if registration.draft == "mtp" and self._mtp_slice is not None:
             run = partial(self._guess, self._mtp_slice)
-            own = MtpDrafter(registration.sequence, tokens, run, block_size=self.spec.block_size)
+            own = MtpDrafter(
+                registration.sequence,
+                tokens,
+                run,
+                block_size=self.spec.block_size,
+                rest_tokens=self._rest_tokens,
+            )
             return SequenceDrafter(lambda: LookupFirst(tokens, own), sampler, follows=own)
         if registration.draft == "model" and (guesser := self._draft_model) is not None:
             return SequenceDrafter(lambda: LookupFirst(tokens, ModelDrafter(tokens, guesser)), sampler)
@@ -576,7 +585,14 @@ class StageEpoch:
             wishes=rows.wishes if retires else (),
             kept=rows.kept if retires else (),
             scored=rows.scored if retires else (),
-            uses=StepUses(rows.rows, plan.copies, self._moves, block_size=self.spec.block_size, windows=self._windows),
+            uses=StepUses(
+                rows.rows,
+                plan.copies,
+                self._moves,
+                block_size=self.spec.block_size,
+                windows=self._windows,
+                rest_tokens=self._rest_tokens,
+            ),
             sequences=tuple([row.sequence for row in plan.rows]),
             after=plan.after,
         )

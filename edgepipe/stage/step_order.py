@@ -51,13 +51,18 @@ class StepUses:
         *,
         block_size: int,
         windows: Sequence[WindowPool] = (),
+        rest_tokens: int = 0,
     ) -> None:
-        """``windows``: the windowed memory classes, in the order of the rows' tables."""
+        """
+        windows      the windowed memory classes, in the order of the rows' tables
+        rest_tokens  slots behind a row's last token that it may write and read, see ``kv_forms``
+        """
         self._rows = rows
         self._copies = copies
         self._moves = moves
         self._block_size = block_size
         self._windows = windows
+        self._rest_tokens = rest_tokens
 
     def may_pass(self, older: StepUses) -> bool:
         """Return whether this step may be computed before ``older``, whose plan came first."""
@@ -83,7 +88,7 @@ class StepUses:
         for move in self._moves:
             yield self._host_place(move) if move.out else self._device_place(move)
         for row in self._rows:
-            first, last = row.position // self._block_size, (row.position + row.num_tokens - 1) // self._block_size
+            first, last = row.position // self._block_size, self._last(row)
             yield from _part(row.runs, 0, first, last)
             for number, table in enumerate(row.windows, start=1):
                 yield from _part(table.runs, number, first - table.first, last - table.first)
@@ -96,13 +101,17 @@ class StepUses:
         for move in self._moves:
             yield self._device_place(move) if move.out else self._host_place(move)
         for row in self._rows:
-            last = (row.position + row.num_tokens - 1) // self._block_size
+            last = self._last(row)
             yield from _part(row.runs, 0, 0, last)
             for number, (pool, table) in enumerate(zip(self._windows, row.windows, strict=True), start=1):
                 first = pool.first_block(row.position) - table.first
                 yield from _part(table.runs, number, max(0, first), last - table.first)
             if row.state is not None and row.state.read is not None:
                 yield self._slot(row.state.read)
+
+    def _last(self, row: StepRow) -> int:
+        """Return the place in a sequence of the last block that a row uses."""
+        return (row.position + row.num_tokens + self._rest_tokens - 1) // self._block_size
 
     def _slot(self, slot: int) -> tuple[int, int]:
         start = (1 + len(self._windows)) * _CLASS_PLACES + slot

@@ -96,16 +96,23 @@ async def test_a_prompt_that_the_answer_repeats_is_looked_up() -> None:
 
 
 KINDS = pytest.mark.parametrize(
-    ("config", "contiguous_kv", "max_blocks"),
-    [(CONFIG, False, 40), (CONFIG, True, 40), (WINDOWS, False, 160), (STATES, False, 40)],
-    ids=["shared", "copied", "windows", "states"],
+    ("config", "contiguous_kv", "max_blocks", "kv"),
+    [
+        (CONFIG, False, 40, ""),
+        (CONFIG, True, 40, ""),
+        (WINDOWS, False, 160, ""),
+        (STATES, False, 40, ""),
+        (CONFIG, False, 56, "4bit"),
+        (WINDOWS, False, 160, "4bit"),
+    ],
+    ids=["shared", "copied", "windows", "states", "4 bits", "windows in 4 bits"],
 )
 
 
 @pytest.mark.usefixtures("rows_cost_nothing")
 @KINDS
 async def test_every_token_is_right_though_stages_are_lost(
-    config: ModelConfig, contiguous_kv: bool, max_blocks: int
+    config: ModelConfig, contiguous_kv: bool, max_blocks: int, kv: str
 ) -> None:
     load = await run_load(
         seed=11,
@@ -117,6 +124,7 @@ async def test_every_token_is_right_though_stages_are_lost(
         config=config,
         losses=2,
         acceptance="0.7",
+        kv=kv,
     )
     assert load.drafts is not None
     assert 0 < load.drafts.accepted < load.drafts.drafted
@@ -126,7 +134,9 @@ async def test_every_token_is_right_though_stages_are_lost(
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("rows_cost_nothing")
 @KINDS
-async def test_a_third_of_a_million_tokens_are_right(config: ModelConfig, contiguous_kv: bool, max_blocks: int) -> None:
+async def test_a_third_of_a_million_tokens_are_right(
+    config: ModelConfig, contiguous_kv: bool, max_blocks: int, kv: str
+) -> None:
     await run_load(
         seed=12,
         tokens=340_000,
@@ -136,4 +146,5 @@ async def test_a_third_of_a_million_tokens_are_right(config: ModelConfig, contig
         config=config,
         losses=20,
         acceptance="0.7",
+        kv=kv,
     )

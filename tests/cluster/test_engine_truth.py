@@ -69,12 +69,13 @@ async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(c
     assert load.cached_tokens > 0
 
 
-TIERS = {"context": CONFIG, "windows": WINDOWS, "states": STATES}
+TIERS = {"context": (CONFIG, ""), "windows": (WINDOWS, ""), "states": (STATES, ""), "4 bits": (CONFIG, "4bit")}
 
 
 @pytest.mark.parametrize("contiguous_kv", BOTH)
-@pytest.mark.parametrize("name", ["context", "states", pytest.param("windows", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["context", "states", "4 bits", pytest.param("windows", marks=pytest.mark.long)])
 async def test_every_token_is_right_though_prompts_come_back_from_host_memory(name: str, contiguous_kv: bool) -> None:
+    config, kv = TIERS[name]
     load = await run_load(
         seed=9,
         tokens=800,
@@ -83,7 +84,8 @@ async def test_every_token_is_right_though_prompts_come_back_from_host_memory(na
         max_blocks=44,
         max_host_blocks=400,
         longest=60,
-        config=TIERS[name],
+        config=config,
+        kv=kv,
         losses=2,
     )
     assert load.restored_tokens > 0
@@ -94,6 +96,7 @@ async def test_every_token_is_right_though_prompts_come_back_from_host_memory(na
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 @pytest.mark.parametrize("name", TIERS)
 async def test_two_hundred_thousand_tokens_over_host_memory_are_right(name: str, contiguous_kv: bool) -> None:
+    config, kv = TIERS[name]
     load = await run_load(
         seed=10,
         tokens=200_000,
@@ -101,7 +104,8 @@ async def test_two_hundred_thousand_tokens_over_host_memory_are_right(name: str,
         num_gateways=8,
         max_blocks=120,
         max_host_blocks=600,
-        config=TIERS[name],
+        config=config,
+        kv=kv,
         losses=16,
     )
     assert load.restored_tokens > 0

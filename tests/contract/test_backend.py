@@ -14,6 +14,7 @@ from edgepipe.backend.protocol import Backend, Ticket
 from edgepipe.backend.types import ActivationType, LoadProgress, ScoreRows, StepRow
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import SPAN_TOKENS
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.backends.maker import Maker, cut
 from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids
@@ -416,7 +417,7 @@ class TestLife:
         run(backend, (step_row(0, len(tokens) - 1, *table), tokens[:-1]), (step_row(0, 9, (4, 1)), OTHER[:9]))
         found = run(backend, (step_row(len(tokens) - 1, 1, *table), tokens[-1:]), (step_row(9, 1, (4, 1)), OTHER[9:10]))
         expected = maker.loaded(config)
-        expected.allocate_kv(num_blocks=20, block_size=16)
+        expected.allocate_kv(num_blocks=20, block_size=min(block_size, SPAN_TOKENS))  # as large spans of KV in 4 bits
         maker.assert_same(found[:1], run(expected, (step_row(0, len(tokens), (0, 20)), tokens))[-1:])
         maker.assert_same(found[1:], whole_prompt(maker, config, OTHER[:10])[-1:])
 

@@ -16,9 +16,9 @@ from tests.support.backends.maker import Maker
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids
 from tests.support.models.recurrent_layers import MODELS
 
-TOKENS = np.random.default_rng(11).integers(1, 31, 24).tolist()
+TOKENS = np.random.default_rng(11).integers(1, 31, 36).tolist()
 OTHERS = np.random.default_rng(12).integers(1, 31, 24).tolist()
-KNOWN = 20
+KNOWN = 32  # whole blocks: a sequence goes on behind these
 
 
 def models() -> dict[str, ModelConfig]:
@@ -126,19 +126,19 @@ def test_moves_of_one_step_follow_one_another(maker: Maker) -> None:
     """A place in host memory is read and then taken by another block of the same step."""
     size = maker.block_size
     backend = maker.loaded(tiny_config())
-    backend.allocate_kv(num_blocks=3, block_size=size, host_places=(1,))
+    backend.allocate_kv(num_blocks=5, block_size=size, host_places=(1,))
     run_step(backend, make_step([step_row(0, 16, (0, 1))]), token_ids(TOKENS[:16]))
     run_step(backend, make_step([step_row(0, 16, (1, 1), sequence=2)], step=2), token_ids(OTHERS[:16]))
     leaving = make_step([step_row(15, 1, (1, 1), sequence=2)], step=3)
     run_step(backend, replace(leaving, moves=(TierMove(0, 0, 0, True),)), token_ids(OTHERS[15:16]))
     there_and_back = (TierMove(0, 2, 0, False), TierMove(0, 1, 0, True), TierMove(0, 0, 0, False))
-    rows = [step_row(15, 1, (2, 1)), step_row(15, 1, (0, 1), sequence=2)]
+    rows = [step_row(16, 1, (2, 2)), step_row(16, 1, (0, 1), (4, 1), sequence=2)]
     step = replace(make_step(rows, step=4), moves=there_and_back)
-    found = run_step(backend, step, token_ids(TOKENS[15:16], OTHERS[15:16]))
+    found = run_step(backend, step, token_ids(TOKENS[16:17], OTHERS[16:17]))
     fresh = maker.loaded(tiny_config())
     fresh.allocate_kv(num_blocks=3, block_size=size)
     expected = [
-        run_step(fresh, make_step([step_row(0, 16, (0, 1))], logit_rows=[15]), token_ids(tokens[:16]))
+        run_step(fresh, make_step([step_row(0, 17, (0, 2))], logit_rows=[16]), token_ids(tokens[:17]))
         for tokens in (TOKENS, OTHERS)
     ]
     maker.assert_same(found, np.concatenate(expected))

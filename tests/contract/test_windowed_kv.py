@@ -11,6 +11,7 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockRun, StepRow, WindowRuns
 from edgepipe.errors import StepFailed
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.testing.tiny_model import tiny_config
 from tests.support.backends.maker import Maker
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids
@@ -29,14 +30,17 @@ def windowed() -> ModelConfig:
 
 
 class Rolling:
-    """A sequence whose window's blocks come from a small pool, in turns: an old block is soon another token's."""
+    """A sequence whose window's blocks come from a small pool, in turns: an old block is soon another token's.
+
+    Its tables have what a form of KV needs behind the tokens.
+    """
 
     def __init__(self, size: int, *, window_blocks: int, whole: tuple[int, int], sequence: int = 1) -> None:
         self._size, self._window_blocks, self._whole, self._sequence = size, window_blocks, whole, sequence
 
     def row(self, position: int, num_tokens: int) -> StepRow:
         first = max(0, position - WINDOW + 1) // self._size
-        last = (position + num_tokens - 1) // self._size
+        last = (position + num_tokens + REST_TOKENS - 1) // self._size
         places = range(first, last + 1)
         assert len(places) <= self._window_blocks
         runs = tuple(BlockRun(place * 5 % self._window_blocks, 1) for place in places)
@@ -53,7 +57,7 @@ def compute(backend: Backend, rows: list[StepRow]) -> np.ndarray:
 def test_a_window_in_few_blocks_computes_what_the_whole_context_does(maker: Maker, chunks: tuple[int, ...]) -> None:
     whole, few = maker.loaded(windowed()), maker.loaded(windowed())
     size = maker.block_size
-    blocks = -(-(WINDOW + max(chunks)) // size) + 1
+    blocks = -(-(WINDOW + max(chunks) + REST_TOKENS) // size) + 1
     if blocks % 5 == 0:
         blocks += 1
     few.allocate_kv(num_blocks=12, block_size=size, window_blocks=(blocks,))

@@ -34,11 +34,12 @@ from edgepipe_torch.cpu.kinds import (
     Kind,
     input_factor,
 )
+from edgepipe_torch.cpu.kv_code import row_fields
 from edgepipe_torch.cpu.layout import integer_levels
 from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS
 from edgepipe_torch.cpu.step_code import ATTEND_JOB
 from edgepipe_torch.cpu.tiled_weight import NUMBERS
-from edgepipe_torch.layers.kv_codes import Codes, KVCodes, codes_of
+from edgepipe_torch.layers.kv_codes import FINE_STEPS, Codes, FourBits, KVCodes, WholeCodes, codes_of
 
 V = TypeVar("V", np.uint32, np.float16, np.float32)
 
@@ -224,17 +225,19 @@ def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels,
     form = codes_of(kv, head_dim, value_width) if kv else None
     arrays: Sequence[Tensor] = (pool,) if form is None else form.encode(pool)
     worst = 0.0 if value_width else _rotation_error(heads, qkv, arrays, form, rng)
-    pool = _values(arrays, form)
+    arrays = [torch.cat([each, each.flip(0)]) for each in arrays]  # the second half serves as lower bits
     scattered = [rng.permutation(_SLOTS)[:length] if index % 2 else None for index, length in enumerate(_LENGTHS)]
-    table = np.zeros((count, 4), np.int64)
+    rests = [_SLOTS + rng.permutation(_SLOTS)[: min(length, 1 + 5 * index)] for index, length in enumerate(_LENGTHS)]
+    table = np.zeros((count, row_fields(heads.keep is not None)), np.int64)
     for index, (length, places) in enumerate(zip(_LENGTHS, scattered, strict=True)):
-        table[index] = index, index, 0 if places is None else places.ctypes.data, length
+        found = (rests[index].ctypes.data, len(rests[index])) if heads.keep is not None else ()
+        table[index] = index, index, 0 if places is None else places.ctypes.data, length, *found
     sinks, scale = _normal(rng, _HEADS), 0.7 * head_dim**-0.5
     expected = _turned(qkv[:, :_HEADS], form) * scale
-    keys_of = [
-        pool[index : index + length] if places is None else pool[torch.from_numpy(places)]
-        for index, (length, places) in enumerate(zip(_LENGTHS, scattered, strict=True))
-    ]
+    keys_of: list[Tensor] = []
+    for index, (length, places) in enumerate(zip(_LENGTHS, scattered, strict=True)):
+        seen = torch.arange(index, index + length) if places is None else torch.from_numpy(places)
+        keys_of.append(_seen_values(arrays, form, seen, torch.from_numpy(rests[index])))
     for threads, sunk in itertools.product((1, 2) if kernels.parallel else (1,), (sinks, None)):
         out, queries = torch.empty(count, _HEADS, value_width or head_dim), qkv.clone()[:, :_HEADS]
         room = (_SLOTS + 8) * (_HEADS // _KV_HEADS)
@@ -276,17 +279,42 @@ def _rotation_error(
     expected[:, _HEADS + _KV_HEADS :] = qkv[:, _HEADS + _KV_HEADS :]
     expected_pool = _values(arrays, form)
     expected_pool[slots] = _turned(expected[:, _HEADS:], form)
-    addresses = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in arrays))
+    rests = torch.zeros(count, *arrays[0].shape[1:], dtype=torch.uint8)
+    written = (*arrays, *(() if form is None else (rests,)))
+    addresses = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in written))
     heads.rotate.call(*addresses, count, _HEADS, _KV_HEADS)
     worst = _larger(0.0, (qkv - expected) / (_FLOAT32_SUMS * (expected.abs() + 1)))
     pool = _values(arrays, form)
     rounding = 0.0 if form is None else form.steps(Codes(*arrays)).double() / 2
-    return _larger(worst, (pool - expected_pool) / (_FLOAT32_SUMS * (expected_pool.abs() + 1) + rounding))
+    worst = _larger(worst, (pool - expected_pool) / (_FLOAT32_SUMS * (expected_pool.abs() + 1) + rounding))
+    if heads.keep is None:
+        return worst
+    assert isinstance(form, FourBits)
+    own = [each[slots] for each in arrays]
+    whole = form.widen_whole(WholeCodes(Codes(*own), rests), torch.float32).double()
+    rounding = form.steps(Codes(*own)).double() / (2 * FINE_STEPS)
+    worst = _larger(
+        worst, (whole - expected_pool[slots]) / (_FLOAT32_SUMS * (expected_pool[slots].abs() + 1) + rounding)
+    )
+    tokens, kept = torch.arange(count).flip(0), torch.zeros_like(arrays[0])
+    addresses = (each.data_ptr() for each in (kept, rests, tokens, slots))
+    heads.keep.call(*addresses, count, kept.stride(0))
+    return worst if torch.equal(kept, torch.zeros_like(kept).index_copy_(0, slots, rests[tokens])) else math.inf
 
 
 def _values(arrays: Sequence[Tensor], form: KVCodes | None) -> Tensor:
     """Return a copy of a pool's values [slots, entries, D] in float64, turned as its form keeps them."""
     return arrays[0].double() if form is None else form.widen(Codes(*arrays), torch.float32).double()
+
+
+def _seen_values(arrays: Sequence[Tensor], form: KVCodes | None, slots: Tensor, rests: Tensor) -> Tensor:
+    """Return the values [L, entries, D] of ``slots`` [L], turned; ``rests`` [n]: slots of the last ones' lower bits."""
+    found = [each[slots] for each in arrays]
+    values = _values(found, form)
+    if isinstance(form, FourBits):
+        newest = Codes(*(each[-len(rests) :] for each in found))
+        values[-len(rests) :] = form.widen_whole(WholeCodes(newest, arrays[0][rests]), torch.float32).double()
+    return values
 
 
 def _turned(vectors: Tensor, form: KVCodes | None) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgepipe.config import kernel_dir
+from edgepipe.spec.kv_forms import KV_4BIT
 from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Native, Product
 from edgepipe_torch.cpu.checking import head_error, product_error, step_error
 from edgepipe_torch.cpu.frame import frame_module
@@ -171,8 +172,9 @@ class CpuKernels(KernelCalls):
     def _load_heads(self, head_dim: int, value_width: int, kv: str) -> HeadKernels:
         text = packed_head_module(kv, head_dim, value_width) if kv else head_module(head_dim, value_width)
         engine = self._compile(text)
-        rotate = Native(engine, "rotate", 8 if kv else 7)
-        found = HeadKernels(rotate=rotate, attend=Native(engine, "attend", 1))
+        rotate = Native(engine, "rotate", 9 if kv else 7)
+        keep = Native(engine, "keep", 6) if kv == KV_4BIT else None
+        found = HeadKernels(rotate=rotate, attend=Native(engine, "attend", 1), keep=keep)
         _refuse_wrong(f"attention of {head_dim}", head_error(self, (head_dim, value_width), found, kv=kv))
         return found
 

@@ -14,7 +14,7 @@ from edgepipe_torch.cpu.ir_text import Function, float_constant
 from edgepipe_torch.cpu.ir_vectors import EIGHT, INTS, fma, larger, largest_of, repeated, shuffled, smaller, sum_of
 from edgepipe_torch.cpu.kv_code import CodeForm, EightBitCode, code_module
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
-from edgepipe_torch.layers.kv_codes import LEAST_BITS, MIDDLE, NO_SCALE, SCALE_SHIFT, scale_values
+from edgepipe_torch.layers.kv_codes import FINE_STEPS, LEAST_BITS, MIDDLE, NO_SCALE, SCALE_SHIFT, scale_values
 
 _LEAST_GROUP = 16  # two vectors of codes in eight bytes
 
@@ -29,6 +29,7 @@ class FourBitCode:
     """See ``CodeForm``."""
 
     scale_type = "i8"
+    has_rests = True
 
     def __init__(self, head_dim: int, value_width: int) -> None:
         """Raises KernelsUnavailable for sizes whose groups are too small for vectors."""
@@ -48,7 +49,7 @@ class FourBitCode:
             "declare i32 @llvm.smin.i32(i32, i32)",
         ]
 
-    def encode(self, code: Function, source: str, codes: str, scales: str) -> None:
+    def encode(self, code: Function, source: str, codes: str, scales: str, rests: str) -> None:
         vector = code.variable(f"[{self.head_dim} x float]")
         for place in range(0, self.head_dim, 8):
             value = code.load(EIGHT, code.at("float", source, str(place)))
@@ -65,9 +66,12 @@ class FourBitCode:
             whole = [_code_of(code, code.value(f"fdiv {EIGHT} {part}, {wide}")) for part in parts]
             half = len(whole) // 2
             for place, (low, high) in enumerate(zip(whole[:half], whole[half:], strict=True)):
-                both = code.value(f"or {INTS} {low}, {code.value(f'shl {INTS} {high}, {_ints(4)}')}")
-                narrow = code.value(f"trunc {INTS} {both} to <8 x i8>")
-                code.store("<8 x i8>", narrow, code.at("i8", codes, str(start // 2 + 8 * place)), align=1)
+                upper = [code.value(f"lshr {INTS} {each}, {_ints(4)}") for each in (low, high)]
+                lower = [code.value(f"and {INTS} {each}, {_ints(15)}") for each in (low, high)]
+                for (first, second), target in ((upper, codes), (lower, rests)):
+                    both = code.value(f"or {INTS} {first}, {code.value(f'shl {INTS} {second}, {_ints(4)}')}")
+                    narrow = code.value(f"trunc {INTS} {both} to <8 x i8>")
+                    code.store("<8 x i8>", narrow, code.at("i8", target, str(start // 2 + 8 * place)), align=1)
 
     def widen(self, code: Function, codes: Sequence[str], scales: Sequence[str], wide: str, size: int) -> str | None:
         half = self._group // 2
@@ -86,6 +90,27 @@ class FourBitCode:
                         at = number * size + start + part * half + place
                         code.store(EIGHT, value, code.at("float", wide, str(at)), align=32)
         return None
+
+    def widen_one(
+        self, code: Function, codes: str, scales: str, rests: str, is_whole: str, wide: str, size: int
+    ) -> None:
+        half = self._group // 2
+        share = code.value(f"select i1 {is_whole}, float {float_constant(1 / FINE_STEPS)}, float 0.0")
+        raised = code.value(f"select i1 {is_whole}, float {float_constant(0.5 / FINE_STEPS)}, float 0.5")
+        lowered = code.value(f"fsub float {raised}, {float_constant(MIDDLE + 0.5)}")
+        for group in range(size // self._group):
+            byte = code.load("i8", code.at("i8", scales, str(group)), align=1)
+            scale = _scale_of(code, code.value(f"zext i8 {byte} to i32"))
+            wide_scale = code.splat("float", scale, 8)
+            lower_scale = code.splat("float", code.value(f"fmul float {scale}, {share}"), 8)
+            least = code.splat("float", code.value(f"fmul float {scale}, {lowered}"), 8)
+            start = group * self._group
+            for place in range(0, half, 8):
+                upper, lower = (_pair(code, code.at("i8", each, str(start // 2 + place))) for each in (codes, rests))
+                for part in range(2):
+                    value = fma(code, upper[part], wide_scale, fma(code, lower[part], lower_scale, least))
+                    at = code.at("float", wide, str(start + part * half + place))
+                    code.store(EIGHT, value, at, align=32)
 
     def turn(self, code: Function, vector: str, size: int) -> None:
         code.do(f"call void @turn(ptr {vector}, i64 {size})")
@@ -146,10 +171,19 @@ def _scale_byte(code: Function, parts: Sequence[str]) -> str:
     return code.value(f"call i32 @llvm.smin.i32(i32 {found}, i32 {NO_SCALE})")
 
 
+def _pair(code: Function, place: str) -> tuple[str, str]:
+    """Return the lower and the upper 4 bits of 8 bytes as floats."""
+    both = code.value(f"zext <8 x i8> {code.load('<8 x i8>', place, align=1)} to {INTS}")
+    parts = code.value(f"and {INTS} {both}, {_ints(15)}"), code.value(f"lshr {INTS} {both}, {_ints(4)}")
+    low, high = (code.value(f"sitofp {INTS} {part} to {EIGHT}") for part in parts)
+    return low, high
+
+
 def _code_of(code: Function, value: str) -> str:
-    """Return the codes of 8 values in scales; 0 of a NaN."""
+    """Return the codes of 8 bits of 8 values in scales; 0 of a NaN."""
     raised = code.value(f"fadd {EIGHT} {value}, {repeated(MIDDLE + 0.5)}")
-    kept = smaller(code, larger(code, raised, repeated(0.0)), repeated(15.0))
+    raised = code.value(f"fmul {EIGHT} {raised}, {repeated(FINE_STEPS)}")
+    kept = smaller(code, larger(code, raised, repeated(0.0)), repeated(255.0))
     return code.value(f"fptosi {EIGHT} {kept} to {INTS}")
 
 

@@ -47,17 +47,27 @@ class CodeForm(Protocol):
     code_bytes: int  # of a vector
     scale_type: str
     num_scales: int  # of a vector
+    has_rests: bool  # the lower bits of a row's newest keys are kept apart, in slots that the row names
 
     def functions(self) -> list[str]:
         """Return what a module needs beside ``rotate`` and ``attend``."""
         ...
 
-    def encode(self, code: Function, source: str, codes: str, scales: str) -> None:
-        """Write the codes and scales of D floats."""
+    def encode(self, code: Function, source: str, codes: str, scales: str, rests: str) -> None:
+        """Write the codes and scales of D floats, and their lower bits if the form has them."""
         ...
 
     def widen(self, code: Function, codes: Sequence[str], scales: Sequence[str], wide: str, size: int) -> str | None:
         """Write the first ``size`` values of 8 vectors to ``wide`` [8, size]; return their factors, or None."""
+        ...
+
+    def widen_one(
+        self, code: Function, codes: str, scales: str, rests: str, is_whole: str, wide: str, size: int
+    ) -> None:
+        """Write the first ``size`` values of a vector to ``wide``; without its lower bits if not ``is_whole`` (i1).
+
+        Only forms that have rests do this.
+        """
         ...
 
     def turn(self, code: Function, vector: str, size: int) -> None:
@@ -66,8 +76,14 @@ class CodeForm(Protocol):
 
 
 def code_module(form: CodeForm, value_width: int) -> str:
-    """Return a module with ``rotate`` and ``attend`` for a form of KV; see ``head_module``. Queries change."""
+    """Return a module with ``rotate`` and ``attend`` for a form of KV; see ``head_module``. Queries change.
+
+    A form that has rests has ``keep``, too, and two more numbers for each row of a job: the address of the slots of the
+    lower bits of its last keys, and how many these are (one at least).
+    """
     parts = [*form.functions(), _rotate(form), _attend_items(form, value_width), *attend_functions()]
+    if form.has_rests:
+        parts.append(_keep())
     ends = ["declare i64 @llvm.smax.i64(i64, i64)", "declare i64 @llvm.smin.i64(i64, i64)"]
     return "\n".join([*parts, *ends, f"declare {EIGHT} @llvm.fabs.v8f32({EIGHT})", *step_declarations()])
 
@@ -77,6 +93,7 @@ class EightBitCode:
 
     scale_type = "half"
     num_scales = 1
+    has_rests = False
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = self.code_bytes = head_dim
@@ -84,7 +101,7 @@ class EightBitCode:
     def functions(self) -> list[str]:
         return []
 
-    def encode(self, code: Function, source: str, codes: str, scales: str) -> None:
+    def encode(self, code: Function, source: str, codes: str, scales: str, rests: str) -> None:
         scale = _scale(code, source, self.head_dim)
         code.store("half", scale, scales, align=2)
         wide = code.splat("float", code.value(f"fpext half {scale} to float"), 8)
@@ -110,34 +127,61 @@ class EightBitCode:
             halves = code.value(f"insertelement <8 x half> {halves}, half {scale}, i32 {number}")
         return code.value(f"fpext <8 x half> {halves} to {EIGHT}")
 
+    def widen_one(
+        self, code: Function, codes: str, scales: str, rests: str, is_whole: str, wide: str, size: int
+    ) -> None:
+        raise NotImplementedError
+
     def turn(self, code: Function, vector: str, size: int) -> None:
         pass
 
 
 def _rotate(form: CodeForm) -> str:
-    """Write ``rotate``: as for float KV, but write codes and scales."""
+    """Write ``rotate``: as for float KV, but write codes and scales, and to ``rests`` [rows, entries] lower bits."""
     code = Function(
         "rotate",
         [
             *("ptr %qkv", "ptr noalias %rotations", "ptr noalias %slots", "ptr noalias %codes", "ptr noalias %scales"),
-            *("i64 %rows", "i64 %heads", "i64 %kv_heads"),
+            *("ptr noalias %rests", "i64 %rows", "i64 %heads", "i64 %kv_heads"),
         ],
     )
     both = code.mul("%kv_heads", 2)
 
-    def store(new: str, slot: str) -> None:
-        first = code.mul(slot, both)
+    def store(row: str, new: str, slot: str) -> None:
+        first, own = code.mul(slot, both), code.mul(row, both)
 
         def head(number: str) -> None:
             at = code.add(first, number)
             source = code.at("float", new, code.mul(number, form.head_dim))
             codes = code.at("i8", "%codes", code.mul(at, form.code_bytes))
             scales = code.at(form.scale_type, "%scales", code.mul(at, form.num_scales))
-            form.encode(code, source, codes, scales)
+            rests = code.at("i8", "%rests", code.mul(code.add(own, number), form.code_bytes))
+            form.encode(code, source, codes, scales, rests)
 
         code.loop("0", both, head)
 
     rotate_rows(code, form.head_dim, store)
+    return code.text()
+
+
+def _keep() -> str:
+    """Write ``keep``: copy ``bytes`` at each of ``tokens`` [count] of ``rests`` to ``slots`` [count] of ``codes``."""
+    places = "ptr noalias %codes", "ptr noalias %rests", "ptr noalias %tokens", "ptr noalias %slots"
+    code = Function("keep", [*places, "i64 %count", "i64 %bytes"])
+
+    def one(index: str) -> None:
+        token = code.load("i64", code.at("i64", "%tokens", index), align=8)
+        slot = code.load("i64", code.at("i64", "%slots", index), align=8)
+        source = code.at("i8", "%rests", code.mul(token, "%bytes"))
+        target = code.at("i8", "%codes", code.mul(slot, "%bytes"))
+
+        def eight(place: str) -> None:
+            found = code.load("<8 x i8>", code.at("i8", source, place), align=1)
+            code.store("<8 x i8>", found, code.at("i8", target, place), align=1)
+
+        code.loop("0", "%bytes", eight, step=8)
+
+    code.loop("0", "%count", one)
     return code.text()
 
 
@@ -171,8 +215,9 @@ def _attend_items(form: CodeForm, value_width: int) -> str:
     def group(index: str) -> None:
         row_index = code.value(f"sdiv i64 {index}, {kv_heads}")
         kv_head = code.value(f"srem i64 {index}, {kv_heads}")
-        row = code.at("i64", field["rows"], code.mul(row_index, 4))
+        row = code.at("i64", field["rows"], code.mul(row_index, row_fields(form.has_rests)))
         number, start, table, length = (code.load("i64", code.at("i64", row, str(n)), align=8) for n in range(4))
+        rests = _Rests(code, row, length) if form.has_rests else None
         begin = code.mul(index, field["shared"])
         low = code.value(f"call i64 @llvm.smax.i64(i64 %first, i64 {begin})")
         high = code.value(f"call i64 @llvm.smin.i64(i64 %end, i64 {code.add(begin, field['shared'])})")
@@ -201,6 +246,32 @@ def _attend_items(form: CodeForm, value_width: int) -> str:
             return code.at("float", out, code.mul(number, out_dim))
 
         def widen(key: str, codes: str, scales: str, size: int) -> str | None:
+            if (newest := rests) is None:
+                return widen_upper(key, codes, scales, size)
+
+            def upper() -> None:
+                widen_upper(key, codes, scales, size)
+
+            def each() -> None:
+                code.loop("0", str(_KEYS), lambda number: widen_one(newest, key, number, codes, scales, size))
+
+            code.branch(code.value(f"icmp sle i64 {code.add(key, _KEYS)}, {newest.first}"), upper, each)
+            return None
+
+        def widen_one(rests: _Rests, key: str, number: str, codes: str, scales: str, size: int) -> None:
+            place, slot = slots.one(code.add(key, number))
+            lower = code.at("i8", codes, code.mul(rests.slot(place), field["pitch"]))
+            form.widen_one(
+                code,
+                code.at("i8", codes, code.mul(slot, field["pitch"])),
+                code.at(form.scale_type, scales, code.mul(slot, scale_pitch)),
+                lower,
+                code.value(f"icmp sge i64 {place}, {rests.first}"),
+                code.at("float", wide, code.mul(number, size)),
+                size,
+            )
+
+        def widen_upper(key: str, codes: str, scales: str, size: int) -> str | None:
             places = slots.of(key)
             each = [code.at("i8", codes, code.mul(place, field["pitch"])) for place in places]
             theirs = [code.at(form.scale_type, scales, code.mul(place, scale_pitch)) for place in places]
@@ -257,6 +328,27 @@ def _attend_items(form: CodeForm, value_width: int) -> str:
     return code.text()
 
 
+def row_fields(has_rests: bool) -> int:
+    """Return how many numbers a job has for each row."""
+    return 6 if has_rests else 4
+
+
+class _Rests:
+    """Slots of the lower bits of a row's last keys."""
+
+    def __init__(self, code: Function, row: str, length: str) -> None:
+        table, count = (code.load("i64", code.at("i64", row, str(n)), align=8) for n in (4, 5))
+        self._code = code
+        self._table = code.value(f"inttoptr i64 {table} to ptr")
+        self.first = code.value(f"sub i64 {length}, {count}")
+
+    def slot(self, key: str) -> str:
+        """Return the slot of a key's lower bits; of a key that has none, that of another key."""
+        code = self._code
+        index = code.value(f"call i64 @llvm.smax.i64(i64 {code.value(f'sub i64 {key}, {self.first}')}, i64 0)")
+        return code.load("i64", code.at("i64", self._table, index), align=8)
+
+
 class _Slots:
     """Slots of a row's keys, by runs or by a table."""
 
@@ -266,6 +358,18 @@ class _Slots:
         self._table = code.value(f"inttoptr i64 {table} to ptr")
         self._scattered = code.value(f"icmp ne i64 {table}, 0")
         self._last = code.value(f"sub i64 {length}, 1")
+
+    def one(self, key: str) -> tuple[str, str]:
+        """Return a key, at most the last, and its slot."""
+        code = self._code
+        place = code.value(f"call i64 @llvm.smin.i64(i64 {key}, i64 {self._last})")
+        slot = code.variable("i64")
+        code.branch(
+            self._scattered,
+            lambda: code.store("i64", code.load("i64", code.at("i64", self._table, place), align=8), slot),
+            lambda: code.store("i64", code.add(self._start, place), slot),
+        )
+        return place, code.load("i64", slot)
 
     def of(self, key: str) -> list[str]:
         """Return the slots of a key and those after it; the last key's for keys beyond it."""

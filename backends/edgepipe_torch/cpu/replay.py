@@ -24,6 +24,8 @@ from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
+from edgepipe_torch.layers.packed_attention import StepRests, rest_places
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.states import StatePool, StepStates
 
@@ -105,7 +107,7 @@ class _Step:
         self._queries = [ops.single_queries(heads, rows, longest, pool) for heads in kinds]
         self._tensors = StepTensors(
             classes=[
-                ClassTensors(torch.zeros(rows, dtype=torch.int64), _Queries(self._queries))
+                ClassTensors(torch.zeros(rows, dtype=torch.int64), _Queries(self._queries), _rests(pool, rows))
                 for _ in range(1 + max(decoder.classes, default=-1))
             ],
             rotations=[torch.zeros(rows, 1, pairs, dtype=torch.complex64) for pairs in decoder.rotated_pairs],
@@ -121,6 +123,8 @@ class _Step:
         every = (prepared, *prepared.windows)
         for held, to in zip(every, self._tensors.classes, strict=False):
             to.slots.copy_(torch.from_numpy(held.layout.slots))
+            if to.rests is not None:
+                to.rests.slots.copy_(torch.from_numpy(rest_places(held.layout)[1]))
         for own, rotations in zip(self._tensors.rotations, prepared.rotations, strict=True):
             own[:, 0].copy_(torch.from_numpy(rotations))
         if self._tensors.states is not None:
@@ -142,6 +146,13 @@ class _Step:
             return Replayed(hidden, None)
         finals = decoder.finals(hidden)
         return Replayed(decoder.head_product(finals), finals if decoder.predicts_more else None)
+
+
+def _rests(pool: KVPool, rows: int) -> StepRests | None:
+    """Return where the lower bits of so many tokens go, of which each has its slot; None for KV without them."""
+    if not isinstance(pool, PackedKVStorage) or not pool.has_rests:
+        return None
+    return StepRests(pool, torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
 
 
 class _Queries:

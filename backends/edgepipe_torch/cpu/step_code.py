@@ -147,7 +147,7 @@ def _rotate(head_dim: int) -> str:
     )
     size = code.mul(code.mul("%kv_heads", 2), head_dim)
 
-    def store(new: str, slot: str) -> None:
+    def store(_row: str, new: str, slot: str) -> None:
         target = code.at("float", "%pool", code.mul(slot, size))
 
         def copy(place: str) -> None:
@@ -159,10 +159,10 @@ def _rotate(head_dim: int) -> str:
     return code.text()
 
 
-def rotate_rows(code: Function, head_dim: int, store: Callable[[str, str], None]) -> None:
+def rotate_rows(code: Function, head_dim: int, store: Callable[[str, str, str], None]) -> None:
     """Write the loop over the rows of a function with the arguments of ``rotate``.
 
-    ``store`` writes what stores keys and values [2 Hkv, D] at an address to a slot.
+    ``store`` writes what stores a row's keys and values [2 Hkv, D] at an address to a slot.
     """
     total = code.add("%heads", code.mul("%kv_heads", 2))
     turned = code.add("%heads", "%kv_heads")
@@ -186,7 +186,7 @@ def rotate_rows(code: Function, head_dim: int, store: Callable[[str, str], None]
 
         code.loop("0", turned, head)
         new = code.at("float", source, code.mul("%heads", head_dim))
-        store(new, code.load("i64", code.at("i64", "%slots", index), align=8))
+        store(index, new, code.load("i64", code.at("i64", "%slots", index), align=8))
 
     code.loop("0", "%rows", row)
 

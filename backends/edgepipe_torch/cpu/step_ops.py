@@ -17,6 +17,7 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe_torch.cpu.calls import HeadKernels
 from edgepipe_torch.cpu.ir_text import float_bits
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, KernelsUnavailable
+from edgepipe_torch.cpu.kv_code import row_fields
 from edgepipe_torch.cpu.recurrent import CompiledStep
 from edgepipe_torch.cpu.recurrent_code import step_form
 from edgepipe_torch.cpu.step_code import ATTEND_JOB
@@ -24,6 +25,8 @@ from edgepipe_torch.layers.attention import SingleQuery
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.linear import Workspace
+from edgepipe_torch.layers.packed_attention import StepRests
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, TorchOps, norm_parts
 
@@ -82,11 +85,28 @@ class CompiledOps:
 
             self.kernels.compute(place)
             return
-        arrays = pool.arrays(heads.layer)
+        arrays: list[Tensor] = [*pool.arrays(heads.layer)]
+        kernels = self._heads[heads.head_dim, 0]
+        if isinstance(pool, PackedKVStorage):
+            arrays.append(pool.rests(heads, qkv.shape[0]) if kernels.keep is not None else arrays[0][:0])
         places = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in arrays))
         counts = (qkv.shape[0], heads.num_heads, heads.num_kv_heads)
-        rotate = self._heads[heads.head_dim, 0].rotate
-        self.kernels.run(rotate, (*places, *counts), (qkv, rotations, slots, *arrays))
+        self.kernels.run(kernels.rotate, (*places, *counts), (qkv, rotations, slots, *arrays))
+
+    def keep(self, heads: LayerHeads, rests: StepRests) -> None:
+        kernels = self._heads.get((heads.head_dim, heads.value_width))
+        if kernels is None or kernels.keep is None:
+
+            def keep() -> Tensor:
+                self._others.keep(heads, rests)
+                return rests.slots
+
+            self.kernels.compute(keep)
+            return
+        codes, made = rests.pool.arrays(heads.layer).codes, rests.pool.rests(heads, len(rests.slots))
+        arrays = codes, made, rests.tokens, rests.slots
+        places = tuple(each.data_ptr() for each in arrays)
+        self.kernels.run(kernels.keep, (*places, len(rests.slots), codes.stride(0)), arrays)
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         return self.kernels.compute(work)
@@ -155,8 +175,8 @@ class SingleQueries:
         self._attend = kernels.attend
         self._pool = pool
         self.longest = longest
-        self._slots: list[npt.NDArray[np.int64]] = []  # owned, of scattered rows
-        self._table = np.zeros((num_rows, 4), np.int64)
+        self._slots: list[npt.NDArray[np.int64]] = []  # owned, of scattered rows and of lower bits
+        self._table = np.zeros((num_rows, row_fields(kernels.keep is not None)), np.int64)
         shared = heads.num_heads // heads.num_kv_heads
         room = (longest // 8 * 8 + 8) * (shared if ops.packed_kv else 1)
         threads = torch.get_num_threads() if self._kernels.parallel else 1
@@ -177,10 +197,11 @@ class SingleQueries:
 
     def fill(self, rows: Sequence[SingleQuery]) -> None:
         """Set the rows' keys; as many rows as at the start."""
-        self._slots = [row.slots for row in rows if row.slots is not None]
+        self._slots = [each for row in rows for each in (row.slots, row.rests) if each is not None]
         for index, row in enumerate(rows):
             table = 0 if row.slots is None else row.slots.ctypes.data
-            self._table[index] = row.row, row.first, table, row.length
+            rests = () if row.rests is None else (row.rests.ctypes.data, len(row.rests))
+            self._table[index] = row.row, row.first, table, row.length, *rests
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend with queries [T, Hq, D] of all rows of the step; write the bound rows of out [T, Hq, V]."""

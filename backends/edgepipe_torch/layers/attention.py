@@ -41,6 +41,7 @@ class SingleQuery:
     first: int  # slot of the first key, unless they are scattered
     length: int
     slots: npt.NDArray[np.int64] | None  # [length] of scattered keys
+    rests: npt.NDArray[np.int64] | None = None  # slots of the lower bits of the last keys; None: the KV has no such
 
 
 class BoundQueries(StepAttention, Protocol):
@@ -217,7 +218,11 @@ def _single_queries(tile: _Tile, window: int | None) -> Iterator[SingleQuery]:
     for row in range(tile.start, tile.end):
         high = tile.high - (tile.end - 1 - row)
         low = 0 if window is None else max(0, high - window)
+        rests = None
+        if tile.row.rests is not None:
+            own = tile.row.rests.of(max(low, tile.row.rests.start(high - 1)), high)
+            rests = np.ascontiguousarray(own)
         if tile.slots is None:
-            yield SingleQuery(row, tile.row.start_slot + low, high - low, None)
+            yield SingleQuery(row, tile.row.start_slot + low, high - low, None, rests)
         else:
-            yield SingleQuery(row, 0, high - low, np.ascontiguousarray(tile.slots[low:high]))
+            yield SingleQuery(row, 0, high - low, np.ascontiguousarray(tile.slots[low:high]), rests)

@@ -18,6 +18,8 @@ SCALE_FACTOR = (1 + 2**-11) / HIGHEST_CODE  # rounding of a normal float16 is in
 LEAST_SCALE = 2**-24  # the smallest float16: of zeros, and the rounding of scales near it
 
 MIDDLE = 7.5  # a value of 4 bits is ``(code - MIDDLE) * scale``
+FINE_STEPS = 16  # a code of 8 bits counts sixteenths of a scale; its upper 4 bits are the code of 4
+FINE_MIDDLE = 127.5
 SCALE_SHIFT = 20  # a scale is the upper bits of a float32, of which its byte counts up from ``LEAST_BITS``
 LEAST_BITS = (127 - 20) << 3  # of 2**-20, the smallest scale; the largest is 3584
 NO_SCALE = 255  # of a group with a NaN or an infinity, or with values beyond the scales
@@ -30,10 +32,15 @@ class Codes(NamedTuple):
     scales: Tensor  # [L, entries] float16; 4 bits: [L, entries, groups] uint8
 
 
+class WholeCodes(NamedTuple):
+    """Vectors with 4 bits, and 4 bits more of each code: together the code of 8 bits, in the same scales."""
+
+    codes: Codes  # of which the codes are the upper bits
+    rests: Tensor  # [L, entries, D / 2] uint8, in the order of the codes
+
+
 class KVCodes(Protocol):
     """A form of KV for heads of one size."""
-
-    scales_vectors: bool  # a vector has one scale, which may multiply its products instead of its codes
 
     def empty(self, vectors: tuple[int, ...], device: torch.device) -> Codes:
         """Return memory for vectors, of which each axis but the last is given."""
@@ -58,8 +65,6 @@ class KVCodes(Protocol):
 
 class EightBits:
     """int8 codes with one float16 scale: a value is ``code * scale``."""
-
-    scales_vectors = True
 
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim
@@ -91,8 +96,6 @@ class FourBits:
     centres values, so no group needs a zero point. See ``docs/adr/kv-4bit.md``.
     """
 
-    scales_vectors = False
-
     def __init__(self, head_dim: int, value_width: int = 0) -> None:
         """Raises ConfigInvalid for sizes that the form does not have."""
         self._head_dim = head_dim
@@ -104,17 +107,32 @@ class FourBits:
         return Codes(codes, scales)
 
     def encode(self, kv: Tensor) -> Codes:
+        return self.encode_whole(kv).codes
+
+    def encode_whole(self, kv: Tensor) -> WholeCodes:
+        """Round kv [..., D] as ``encode`` does, and with 4 bits more."""
         groups = self.turned(kv.float()).unflatten(-1, (-1, self.group))
         scales = scale_bytes(groups.abs().amax(-1))
-        codes = (groups / scale_values(scales).unsqueeze(-1)).add_(MIDDLE + 0.5).nan_to_num_(0.0).clamp_(0, 15)
-        low, high = codes.to(torch.uint8).chunk(2, dim=-1)
-        return Codes((low | high << 4).flatten(-2), scales)
+        raised = (groups / scale_values(scales).unsqueeze(-1)).add_(MIDDLE + 0.5).nan_to_num_(0.0)
+        low, high = raised.mul_(FINE_STEPS).clamp_(0, 255).to(torch.uint8).chunk(2, dim=-1)
+        codes, rests = low >> 4 | high & 0xF0, low & 0xF | high << 4
+        return WholeCodes(Codes(codes.flatten(-2), scales), rests.flatten(-2))
 
     def widen(self, found: Codes, dtype: torch.dtype) -> Tensor:
         """See ``KVCodes``. A byte has a value of a group's first half and its counterpart of the second."""
-        pairs = found.codes.unflatten(-1, (-1, self.group // 2))
-        codes = torch.cat([pairs & 15, pairs >> 4], -1).to(dtype)
+        codes = self._parted(found.codes).to(dtype)
         return codes.sub_(MIDDLE).mul_(scale_values(found.scales).to(dtype).unsqueeze(-1)).flatten(-2)
+
+    def widen_whole(self, found: WholeCodes, dtype: torch.dtype) -> Tensor:
+        """Return vectors [..., D], turned, of codes with 8 bits."""
+        codes = (self._parted(found.codes.codes) << 4 | self._parted(found.rests)).to(dtype)
+        scales = (scale_values(found.codes.scales) / FINE_STEPS).to(dtype).unsqueeze(-1)
+        return codes.sub_(FINE_MIDDLE).mul_(scales).flatten(-2)
+
+    def _parted(self, codes: Tensor) -> Tensor:
+        """Return codes [..., groups, group] of bytes [..., D / 2]."""
+        pairs = codes.unflatten(-1, (-1, self.group // 2))
+        return torch.cat([pairs & 15, pairs >> 4], -1)
 
     def steps(self, found: Codes) -> Tensor:
         return scale_values(found.scales).repeat_interleave(self.group, -1)

@@ -16,6 +16,7 @@ from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.linear import HeldWeight, Linear, Workspace
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention, StepRests
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.states import StatePool, StepStates
 from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, StepOps
@@ -26,6 +27,7 @@ class ClassTensors(NamedTuple):
 
     slots: Tensor  # [T] int64
     attention: StepAttention
+    rests: StepRests | None = None  # of KV whose newest tokens have more bits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,8 +68,12 @@ class SliceStep:
         norms        of heads, before they rotate
         """
         queries = parts[:, : heads.num_heads]
-        slots, attention = self.tensors.classes[self.classes[heads.kind]]
+        slots, attention, rests = self.tensors.classes[self.classes[heads.kind]]
+        if isinstance(attention, PackedSequenceAttention):
+            attention.open(heads)
         self.ops.place(parts, rotations, slots, self.pool, heads, norms)
+        if rests is not None:
+            self.ops.keep(heads, rests)
         if temperature is not None:
             factors = self.tensors.rotations[temperature].real
             self.ops.compute(lambda: queries.mul_(factors))

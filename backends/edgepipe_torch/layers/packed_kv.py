@@ -1,6 +1,7 @@
 """The KV pools of a slice as codes, one for each kind of layer: ``[layers, slots, entries, ...]``, and their scales.
 
-``kv_codes`` has the forms.
+``kv_codes`` has the forms. With 4 bits, the lower bits of a sequence's newest tokens lie in the slots of the codes that
+come ``REST_TOKENS`` later (``kv_forms``).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.types import BlockCopy
-from edgepipe.spec.kv_forms import KV_8BIT
+from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.host_copies import Stored
-from edgepipe_torch.layers.kv_codes import Codes, KVCodes, codes_of
+from edgepipe_torch.layers.kv_codes import Codes, FourBits, KVCodes, codes_of
 
 
 class PackedKVStorage:
@@ -36,6 +37,7 @@ class PackedKVStorage:
         """
         self.block_size = block_size
         self.device = device
+        self._form = form
         self._heads = heads
         self._forms = [codes_of(form, alike[0].head_dim, alike[0].value_width) for alike in by_kind(heads)]
         self.pools = [
@@ -47,6 +49,12 @@ class PackedKVStorage:
             Stored(each, array, 1, block_size) for pool, each in zip(self.pools, classes, strict=True) for array in pool
         ]
         self._layers = [Codes(*(array[each.place] for array in self.pools[each.kind])) for each in heads]
+        self._rests: dict[int, Tensor] = {}  # by kind of layer
+
+    @property
+    def has_rests(self) -> bool:
+        """Whether the newest tokens' lower bits are kept, too."""
+        return self._form == KV_4BIT
 
     @property
     def num_bytes(self) -> int:
@@ -55,9 +63,31 @@ class PackedKVStorage:
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Write kv [T, entries, D] to slots [T]; ``layer`` counts from the slice's first."""
-        pool, made = self._layers[layer], self.form(self._heads[layer]).encode(kv)
+        pool, heads = self._layers[layer], self._heads[layer]
+        form = self.form(heads)
+        if isinstance(form, FourBits):
+            made, rests = form.encode_whole(kv)
+            self.rests(heads, len(kv)).copy_(rests)
+        else:
+            made = form.encode(kv)
         pool.codes.index_copy_(0, slots, made.codes)
         pool.scales.index_copy_(0, slots, made.scales)
+
+    def rests(self, heads: LayerHeads, num_tokens: int) -> Tensor:
+        """Return the lower bits [T, entries, D / 2] of the tokens that were written last to a layer of a kind."""
+        found = self._rests.get(heads.kind)
+        if found is None or len(found) < num_tokens:
+            codes = self._layers[heads.layer].codes
+            with torch.inference_mode(False):  # as the pools: writable in and out of that mode
+                found = self._rests[heads.kind] = torch.zeros(
+                    num_tokens, *codes.shape[1:], dtype=codes.dtype, device=self.device
+                )
+        return found[:num_tokens]
+
+    def keep(self, heads: LayerHeads, tokens: Tensor, slots: Tensor) -> None:
+        """Write the lower bits of tokens [K] of the last ``write`` to slots [K] of the codes."""
+        rests = self._rests[heads.kind].index_select(0, tokens)
+        self._layers[heads.layer].codes.index_copy_(0, slots, rests)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer that keeps the context, in the given order."""

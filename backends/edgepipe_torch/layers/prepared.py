@@ -40,6 +40,7 @@ def prepare_step(
     num_blocks: int,
     window_blocks: Sequence[int] = (),
     state_slots: int = 0,
+    span: int = 0,
 ) -> PreparedStep:
     """Lay out a step and look up its rotations. Raises StepFailed, see ``lay_out_step``."""
     layout = lay_out_step(
@@ -48,6 +49,7 @@ def prepare_step(
         num_blocks=num_blocks,
         window_blocks=window_blocks,
         state_slots=state_slots,
+        span=span,
         dtype=np.int64,
     )
     found = rotations.at(layout.positions)

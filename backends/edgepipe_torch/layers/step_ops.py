@@ -17,6 +17,7 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Norm
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
+from edgepipe_torch.layers.packed_attention import StepRests
 
 
 class HeadNorms(NamedTuple):
@@ -76,6 +77,10 @@ class StepOps(Protocol):
         """
         ...
 
+    def keep(self, heads: LayerHeads, rests: StepRests) -> None:
+        """Write the lower bits of the tokens that ``place`` wrote."""
+        ...
+
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         """Run other operations and return their result. They read and write the same tensors when they are repeated."""
         ...
@@ -108,6 +113,9 @@ class TorchOps:
         if rotations is not None:
             rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
         pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
+
+    def keep(self, heads: LayerHeads, rests: StepRests) -> None:
+        rests.keep(heads)
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         return work()

@@ -205,7 +205,7 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
     if shown.long_prompt is not None:
         for row in _long_prompt(shown.long_prompt, many.sequences):
             table.add_row(*row)
-    chats = found.kv_tokens // demand.context_tokens
+    chats = demand.chats(found.kv_tokens, found.stages[0].machine.room.rest_tokens)
     room = _count(chats, "chat") if chats else "less than one chat"
     table.add_row("  KV room", f"{found.kv_tokens:,} tokens", f"{room} of {demand.context_tokens:,}")
     if below := host_kv_tokens(found):

@@ -422,8 +422,9 @@ class DeviceHost:
     ) -> Prepared:
         assert self._spare.profile is not None  # each stage reports one at its start
         block_size = request.settings.block_size
+        classes = memory_classes(config, request.settings.kv)
         most_blocks = partial(
-            memory_classes(config).most_blocks,
+            classes.most_blocks,
             max(1, loaded.kv_block_bytes),
             loaded.window_block_bytes,
             state_bytes=config.state_bytes(layer for part in request.placement.slices for layer in part.layers),
@@ -431,7 +432,8 @@ class DeviceHost:
         )
         tier_bytes = self._memory.tier_bytes(request.pipeline_id)
         disk_bytes = int(request.settings.kv_disk or 0)
-        wanted, most_slots = -(-request.kv_tokens // block_size), request.settings.most_slots
+        wanted = -(-(request.kv_tokens + classes.rest_tokens) // block_size)
+        most_slots = request.settings.most_slots
         return Prepared(
             address=with_port(child.settings.host, child.port),
             max_blocks=most_blocks(room_bytes=held.kv_bytes, wanted=wanted, most_slots=most_slots) or 1,

@@ -487,7 +487,9 @@ class Serving:
                 options.settings,
                 context_length=context,
                 most_slots=most_slots,
-                block_size=common_block_size(profile for profile in profiles if profile is not None),
+                block_size=common_block_size(
+                    (profile for profile in profiles if profile is not None), options.settings.kv
+                ),
                 draft_model=model.draft.name if model.draft is not None else "",
                 draft_hash=model.draft.manifest_hash if model.draft is not None else "",
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.errors import BackendUnavailable
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import rest_tokens
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
+from tests.support.backends.roomy import RoomyBackend
 
 NUM_BLOCKS = 12
 
@@ -46,7 +49,7 @@ class Maker:
         except BackendUnavailable as exc:
             pytest.skip(f"{self.name} on {self.device}: {exc.fact or exc.what}")
         self.made.append(backend)
-        return backend
+        return cast("Backend", RoomyBackend(backend)) if rest_tokens(self.kv) else backend
 
     def loaded(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,12 @@ from edgepipe_mlx import MlxBackend
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import rest_tokens
 from edgepipe.spec.layout import model_tensors
 from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
 from edgepipe.testing import tiny_model
 from edgepipe.weights.stored_weight import OneTensorPerWeight
+from tests.support.backends.roomy import RoomyBackend
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16
@@ -94,7 +96,9 @@ class Chain:
         config = source.config
         parts = [LayerRange(*pair) for pair in ranges or [(0, config.num_layers)]]
         self.slices = make_slices(parts, config.num_layers)
-        self.backend = MlxBackend(options or cpu_options())
+        options = options or cpu_options()
+        self.plain = MlxBackend(options)
+        self.backend = cast("MlxBackend", RoomyBackend(self.plain)) if rest_tokens(options.kv) else self.plain
         self.backend.load(self.slices, source, lambda _: None)
         self.backend.allocate_kv(num_blocks=num_blocks, block_size=BLOCK_SIZE)
 

@@ -351,19 +351,20 @@ async def engine_lab(
     grammar_trial: Trial | None = None,
     acceptance: str = "",
     draft_folder: Path | None = None,
+    kv: str = "",
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
     ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``link`` emulates a network between
     them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec; ``acceptance`` is the share of right
     drafts of an emulated draft model (empty: there is none). ``draft_folder`` has an emulated model that drafts in a
-    process of its own.
+    process of its own. ``kv``: form of the KV.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
     slices = make_slices([LayerRange(a, b) for a, b in itertools.pairwise(bounds)], config.num_layers)
     drafts = {"draft_acceptance": acceptance} if acceptance else {}
-    options = BackendOptions(device=device, settings={"time_factor": time_factor, **drafts})
+    options = BackendOptions(device=device, kv=kv, settings={"time_factor": time_factor, **drafts})
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
         network = make_network(link, SystemClock())
@@ -380,6 +381,7 @@ async def engine_lab(
                 grammar_trial=grammar_trial,
                 draft=partial(_draft_launch, draft_folder) if draft_folder is not None else None,
                 disk_folder=Path(stack.enter_context(TemporaryDirectory())) if max_disk_blocks else None,
+                kv=kv,
             )
         )
         nodes = [
@@ -400,7 +402,7 @@ async def engine_lab(
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
             settings=StageSettings(
-                block_size=block_size, draft_model=draft_folder.name if draft_folder is not None else ""
+                block_size=block_size, kv=kv, draft_model=draft_folder.name if draft_folder is not None else ""
             ),
             **{"draft": draft_folder.name if draft_folder is not None else "", **(constraints or {})},
         )

@@ -129,10 +129,11 @@ async def run_load(
     losses: int = 0,
     opening_tokens: int = 160,
     acceptance: str = "",
+    kv: str = "",
 ) -> Load:
     """Eight users at each gateway and a KV pool that is too small for them.
 
-    ``losses``: stages to lose meanwhile; ``acceptance``: of drafts, see ``engine_lab``.
+    ``losses``: stages to lose meanwhile; ``acceptance`` of drafts and form of ``kv``: see ``engine_lab``.
     """
     rng = random.Random(seed)
     async with engine_lab(
@@ -146,6 +147,7 @@ async def run_load(
         block_size=BLOCK_SIZE,
         config=config,
         acceptance=acceptance,
+        kv=kv,
         bandwidth_bytes_per_s=1e12,
         flops=1e14,
     ) as lab:

@@ -266,10 +266,12 @@ async def local_stages(
     open_s: float = 30.0,
     draft: Callable[[ModelBounds], DraftLaunch] | None = None,
     disk_folder: Path | None = None,
+    kv: str = "",
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
 
     ``network`` emulates one between the stages' nodes, over gRPC; ``draft``: see ``Stage.load``.
+    ``kv``: form of the KV of these backends.
     """
     async with AsyncExitStack() as stack:
         by_address: dict[str, Stage] = {}
@@ -294,7 +296,7 @@ async def local_stages(
                 slices=[part],
                 open_weights=lambda: weights,
                 progress=lambda _: None,
-                settings=StageSettings(block_size=BLOCK_SIZE),
+                settings=StageSettings(block_size=BLOCK_SIZE, kv=kv),
                 draft=draft,
             )
             by_address[f"memory:{index}"] = stage

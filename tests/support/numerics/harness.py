@@ -26,6 +26,7 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
 from edgepipe.weights.dequantise import as_bf16_bits
 from edgepipe.weights.stored_weight import OneTensorPerWeight
@@ -48,8 +49,8 @@ class Blocks:
             random.Random(7).shuffle(self._free)
 
     def take(self, num_tokens: int) -> tuple[BlockRun, ...]:
-        """The table of a sequence that may grow to ``num_tokens``."""
-        count = -(-num_tokens // self.block_size)
+        """The table of a sequence that may grow to ``num_tokens``, with what a form of KV needs behind them."""
+        count = -(-(num_tokens + REST_TOKENS) // self.block_size)
         assert count <= len(self._free), "the test's pool is too small"
         taken, self._free = self._free[:count], self._free[count:]
         runs: list[BlockRun] = []

@@ -140,4 +140,5 @@ def test_a_block_is_as_small_as_every_device_serves_well(sizes: list[tuple[int, 
         )
         for each in sizes
     ]
-    assert common_block_size(profiles) == common
+    assert common_block_size(profiles) == common_block_size(profiles, "8bit") == common
+    assert common_block_size(profiles, "4bit") == max(common, 32)

@@ -27,6 +27,7 @@ from edgepipe.planner.what_if import changed
 from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
 from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.units import parse_link
@@ -399,3 +400,19 @@ def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_8_bits() -
 
     assert layer_s("cuda:0", "8bit") >= 476e-6 > layer_s("cuda:0", "")
     assert layer_s("mps", "8bit") <= layer_s("mps", "")
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_4_bits_promise_each_chat_its_tokens_beside_what_their_lower_bits_need(concurrency: int) -> None:
+    """A card with room for exactly these chats has it for no chat more."""
+    config, weights = named_model("llama-3.1-8b")
+    demand = Demand(
+        config=config, weights=weights, objective=Objective.THROUGHPUT, concurrency=concurrency, context_tokens=4096
+    )
+    machine = known_cluster(["rtx4090"], config, link=parse_link("1gbit"), weights=weights, kv="4bit").machines[0]
+    block_bytes, blocks = 16 * config.kv_bytes_per_token(form="4bit"), concurrency * (4096 + REST_TOKENS) // 16
+    wanted = demand.kv_of(concurrency, machine.room.rest_tokens)
+    assert machine.room.kv_bytes(config, range(config.num_layers), wanted) == blocks * block_bytes
+    assert demand.kv_levels(machine.room.rest_tokens)[0] == wanted
+    assert demand.sequences(wanted, rest_tokens=REST_TOKENS) == demand.chats(wanted, REST_TOKENS) == concurrency
+    assert demand.chats(wanted - 1, REST_TOKENS) == concurrency - 1

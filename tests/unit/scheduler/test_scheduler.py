@@ -48,6 +48,30 @@ def test_the_context_ends_a_sequence() -> None:
     assert world.ended[spec(1).sequence].reason is EndReason.LENGTH
 
 
+@pytest.mark.parametrize("contiguous_kv", [False, True])
+def test_a_sequence_has_slots_behind_its_last_token_where_the_kv_needs_them(contiguous_kv: bool) -> None:
+    """Also beside others, when blocks are short, and behind a cached beginning."""
+    bounds = limits(num_blocks=24, context_length=500, rest_tokens=6, contiguous_kv=contiguous_kv)
+    size = bounds.block_size
+    world = World(bounds)
+    for number in range(1, 4):
+        world.submit(spec(number, tuple(range(9)), max_tokens=30))
+    world.run()
+    world.submit(spec(9, (*range(9), 3)))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    blocks: dict[int, int] = {}
+    for step in world.steps:
+        for sequence in step.registers:
+            blocks[sequence] = 0
+        for place, count in zip(step.block_rows, step.block_counts, strict=True):
+            blocks[step.sequences[place]] += count
+        for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+            assert blocks[sequence] * size >= position + count + 6
+    assert 10 + len(world.output[spec(9).sequence]) == 24 * size - 6, "one sequence may fill the pool but for these"
+
+
 def test_what_was_generated_before_is_never_sampled_again() -> None:
     whole = reference(spec(1, 6, max_tokens=12), context=200)
     world = World(limits())

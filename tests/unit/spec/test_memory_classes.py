@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.memory_classes import kv_bytes, memory_classes, most_within, pool_bytes
 from edgepipe.weights.mixes import named_model
 
@@ -161,3 +162,19 @@ def test_bytes_of_a_context_count_its_states() -> None:
     assert states is not None
     kv = config.kv_bytes_per_token(form="bfloat16") * 1600
     assert sum(kv_bytes(config, 1600, form="bfloat16")) == kv + (states.num_slots + 1) * config.state_bytes()
+
+
+@pytest.mark.parametrize("windows", [(None,), (512, None, 1024)])
+def test_4_bits_need_room_behind_a_sequence_s_tokens(windows: tuple[int | None, ...]) -> None:
+    config = windowed(*windows)
+    plain, packed = memory_classes(config), memory_classes(config, "4bit")
+    assert (plain.rest_tokens, packed.rest_tokens) == (0, REST_TOKENS)
+    own = kv_bytes(config, 1600, form="4bit")
+    assert own[windows.index(None)] == config.kv_bytes_per_token((windows.index(None),), form="4bit") * (
+        1600 + REST_TOKENS
+    )
+    pools = zip(
+        *(each.pools(num_blocks=4096, block_size=16) for each in (plain, packed)),
+        strict=True,
+    )
+    assert all(more.most_blocks == few.most_blocks + 3 for few, more in pools)

@@ -110,6 +110,15 @@ def uses_of(*rows: StepRow, copies: tuple[BlockCopy, ...] = (), moves: tuple[Tie
     return StepUses(rows, copies, moves, block_size=BLOCK_SIZE)
 
 
+def test_slots_behind_a_row_count_as_its_own() -> None:
+    """Of KV in 4 bits: the lower bits of a row's tokens lie there."""
+    first = row(1, [0, 1, 2, 3], position=0)
+    second = row(2, [2, 4, 5, 6], position=0)
+    assert uses_of(first).may_pass(uses_of(second))
+    apart = [StepUses([each], (), block_size=BLOCK_SIZE, rest_tokens=2 * BLOCK_SIZE) for each in (first, second)]
+    assert not apart[0].may_pass(apart[1])
+
+
 CHUNK = uses_of(row(1, [0, 1, 2], position=4, num_tokens=8))
 
 

@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -23,16 +23,18 @@ from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # no
 from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
 from edgepipe_torch.layers.prepared import prepare_step  # noqa: E402
 from edgepipe_torch.layers.rope import Rotations  # noqa: E402
+from edgepipe_torch.layers.step_ops import TorchOps  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import TierMove  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.kv_forms import REST_TOKENS, span_tokens  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, step_row  # noqa: E402
 
 Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 CPU = torch.device("cpu")
-BLOCK = 4
 SIZES = ((8, 0), (16, 0), (64, 0), (80, 0), (96, 0), (128, 0), (256, 0), (72, 56), (36, 32), (576, 512))
 
 
@@ -63,6 +65,13 @@ def values_of(codes: Bytes, scales: Bytes, group: int) -> Floats:
     pairs = codes.reshape(*codes.shape[:-1], -1, group // 2)
     levels = np.concatenate([pairs % 16, pairs // 16], -1) - 7.5
     return (levels * scales_of(scales)[..., None]).reshape(*codes.shape[:-1], -1)
+
+
+def whole_values_of(codes: Bytes, scales: Bytes, rests: Bytes, group: int) -> Floats:
+    """What bytes say together with those of the lower bits: sixteenths of a scale."""
+    upper, lower = (each.reshape(*each.shape[:-1], -1, group // 2) for each in (codes, rests))
+    levels = np.concatenate([upper % 16 * 16.0 + lower % 16, upper // 16 * 16.0 + lower // 16], -1) - 127.5
+    return (levels / 16 * scales_of(scales)[..., None]).reshape(*codes.shape[:-1], -1)
 
 
 def numbers(made: Codes) -> tuple[Bytes, Bytes]:
@@ -101,6 +110,24 @@ def test_what_is_read_is_what_the_bytes_say(case: tuple[int, int, npt.NDArray[np
     np.testing.assert_array_equal(form.widen(made, torch.float32).double().numpy(), expected)
     narrow = form.widen(made, torch.bfloat16)
     assert torch.equal(narrow, form.widen(made, torch.float32).bfloat16()), "rounded once"
+
+
+@given(vectors())
+def test_lower_bits_leave_a_sixteenth_of_the_error(case: tuple[int, int, npt.NDArray[np.float32]]) -> None:
+    head_dim, value_width, given_values = case
+    group, block = group_and_block(head_dim, value_width)
+    form = FourBits(head_dim, value_width)
+    made = form.encode_whole(torch.from_numpy(given_values))
+    for found, alone in zip(made.codes, form.encode(torch.from_numpy(given_values)), strict=True):
+        assert torch.equal(found, alone), "the upper bits are the codes of 4 bits"
+    codes, scales = numbers(made.codes)
+    values = whole_values_of(codes, scales, made.rests.numpy(), group)
+    wanted = turned(given_values, block)
+    allowed = np.repeat(scales_of(scales), group, -1) / 32 + 1e-6 * np.abs(wanted).max(-1, keepdims=True)
+    assert (np.abs(values - wanted) <= allowed).all()
+    np.testing.assert_array_equal(form.widen_whole(made, torch.float32).double().numpy(), values)
+    narrow = form.widen_whole(made, torch.bfloat16)
+    assert torch.equal(narrow, form.widen_whole(made, torch.float32).bfloat16()), "rounded once"
 
 
 @given(vectors())
@@ -148,44 +175,111 @@ def compiled(config: ModelConfig) -> CompiledOps | None:
     return CompiledOps(kernels, config, Workspace(torch.float32, CPU), kv="4bit")
 
 
+class Reading:
+    """One sequence in a pool, read in chunks; other blocks of the pool hold what must not be seen."""
+
+    def __init__(self, config: ModelConfig, length: int, *, block: int, scattered: bool, by_kernels: bool) -> None:
+        self.config, self.shape, self.block = config, kinds(config), block
+        count = -(-(length + REST_TOKENS) // block)
+        order = (
+            np.random.default_rng(count).permutation(2 * count)[:count].tolist() if scattered else range(3, 3 + count)
+        )
+        self.runs = [(each, 1) for each in order] if scattered else [(3, count)]
+        self.slots = torch.tensor([each * block + place for each in order for place in range(block)])
+        self.num_blocks = 2 * count + 3
+        self.pool = PackedKVStorage(
+            [self.shape], classes=[0], num_blocks=[self.num_blocks], block_size=block, device=CPU, form="4bit"
+        )
+        for array in self.pool.arrays(0):
+            array.random_(0, 200)
+        self.ops = compiled(config) if by_kernels else None
+        self.masks = CausalMasks(torch.float32, CPU)
+
+    def read(self, position: int, kv: Tensor, queries: Tensor) -> Tensor:
+        """Write kv [n, entries, D] of the tokens from a position on; attend with queries [n, Hq, D]."""
+        prepared = prepare_step(
+            make_step([step_row(position, len(kv), *self.runs)]),
+            rotations=Rotations(self.config),
+            block_size=self.block,
+            num_blocks=self.num_blocks,
+            span=span_tokens("4bit", self.block),
+        )
+        attention = PackedSequenceAttention(prepared, self.pool, self.masks, torch.float32, self.ops)
+        assert attention.rests is not None
+        attention.open(self.shape)
+        self.pool.write(0, self.slots[position : position + len(kv)], kv)
+        (self.ops or TorchOps(self.config)).keep(self.shape, attention.rests)
+        found = torch.zeros(len(kv), self.shape.num_heads, self.shape.out_dim)
+        attention.run(self.shape, queries.clone(), found)
+        return found
+
+
+@settings(max_examples=60)
 @given(
     head_dim=st.sampled_from([16, 64, 80, 128]),
     groups=st.integers(1, 3),
-    context=st.integers(0, 60),
-    new=st.sampled_from([1, 1, 4, 20]),
+    chunks=st.lists(st.sampled_from([1, 1, 4, 7, 20, 50]), min_size=1, max_size=4),
+    block=st.sampled_from([4, 24, 32]),
+    window=st.sampled_from([None, 5, 40]),
+    scattered=st.booleans(),
     by_kernels=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_attention_is_that_of_the_stored_values(
-    head_dim: int, groups: int, context: int, new: int, by_kernels: bool, seed: int
+def test_a_token_reads_its_span_with_eight_bits_and_the_tokens_before_with_four(
+    head_dim: int,
+    groups: int,
+    chunks: list[int],
+    block: int,
+    window: int | None,
+    scattered: bool,
+    by_kernels: bool,
+    seed: int,
 ) -> None:
-    """In float64, over what the bytes say: queries as they came, keys and values rotated back."""
-    config = tiny_config(num_heads=2 * groups, num_kv_heads=2, head_dim=head_dim)
-    shape, length = kinds(config), context + new
-    rng = np.random.default_rng(seed)
-    blocks = -(-length // BLOCK)
-    pool = PackedKVStorage([shape], classes=[0], num_blocks=[blocks], block_size=BLOCK, device=CPU, form="4bit")
-    stored = rng.standard_normal((length, 4, head_dim)).astype(np.float32)
-    pool.write(0, torch.arange(length), torch.from_numpy(stored))
-    group, block = group_and_block(head_dim, 0)
-    kept = turned(values_of(*numbers(pool.run(0, 0, length)), group), block)  # the matrix is its own inverse
-    prepared = prepare_step(
-        make_step([step_row(context, new, (0, blocks))]),
-        rotations=Rotations(config),
-        block_size=BLOCK,
-        num_blocks=blocks,
-    )
-    queries = rng.standard_normal((new, 2 * groups, head_dim)).astype(np.float32)
-    found, own = torch.zeros(new, 2 * groups, head_dim), torch.from_numpy(queries.copy())
-    masks, ops = CausalMasks(torch.float32, CPU), compiled(config) if by_kernels else None
-    PackedSequenceAttention(prepared, pool, masks, torch.float32, ops).run(shape, own, found)
-    for row in range(new):
-        for head in range(2 * groups):
-            keys, values = kept[: context + row + 1, head // groups], kept[: context + row + 1, 2 + head // groups]
-            logits = keys @ queries[row, head].astype(np.float64) * shape.scale
-            shares = np.exp(logits - logits.max())
-            expected = shares / shares.sum() @ values
-            np.testing.assert_allclose(found[row, head].double().numpy(), expected, rtol=0, atol=2e-4)
+    """In float64, over what the bytes say: queries as they came, keys and values rotated back. In any chunks."""
+    config = tiny_config(num_heads=2 * groups, num_kv_heads=2, head_dim=head_dim, windows=(window,))
+    length, rng = sum(chunks), np.random.default_rng(seed)
+    reading = Reading(config, length, block=block, scattered=scattered, by_kernels=by_kernels)
+    kv = torch.from_numpy(rng.standard_normal((length, 4, head_dim)).astype(np.float32))
+    queries = torch.from_numpy(rng.standard_normal((length, 2 * groups, head_dim)).astype(np.float32))
+    parts, position = list[Tensor](), 0
+    for count in chunks:
+        parts.append(reading.read(position, kv[position : position + count], queries[position : position + count]))
+        position += count
+    found = torch.cat(parts).double().numpy()
+    group, size = group_and_block(head_dim, 0)
+    made = FourBits(head_dim).encode_whole(kv)
+    rough = turned(values_of(*numbers(made.codes), group), size)  # the matrix is its own inverse
+    whole = turned(whole_values_of(*numbers(made.codes), made.rests.numpy(), group), size)
+    expected, asked = np.empty_like(found), queries.double().numpy()
+    for row in range(length):
+        span = row // np.gcd(block, 32) * np.gcd(block, 32)
+        first = 0 if window is None else max(0, row - window + 1)
+        seen = np.concatenate([rough[first:span], whole[max(first, span) : row + 1]])
+        keys, values = (np.repeat(seen[:, part], groups, axis=1) for part in (slice(2), slice(2, 4)))
+        logits = np.einsum("lhd,hd->hl", keys, asked[row]) * reading.shape.scale
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        expected[row] = np.einsum("hl,lhd->hd", shares / shares.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+@settings(max_examples=8)
+@given(start=st.integers(0, 48), drafts=st.integers(1, 7), accepted=st.integers(0, 7), by_kernels=st.booleans())
+def test_rejected_drafts_leave_no_trace(start: int, drafts: int, accepted: int, by_kernels: bool) -> None:
+    config, accepted = tiny_config(num_heads=2, num_kv_heads=2, head_dim=64), min(accepted, drafts)
+    kv = torch.randn(80, 4, 64, generator=torch.Generator().manual_seed(1))
+    queries = torch.randn(80, 2, 64, generator=torch.Generator().manual_seed(2))
+    plain, drafting = (Reading(config, 80, block=32, scattered=False, by_kernels=by_kernels) for _ in range(2))
+    for each in (plain, drafting):
+        if start:
+            each.read(0, kv[:start], queries[:start])
+    wrong = torch.cat([kv[start : start + 1 + accepted], 9 * kv[60 : 60 + drafts - accepted]])
+    drafting.read(start, wrong, queries[start : start + 1 + drafts])
+    after = start + 1 + accepted
+    for position in range(start, after):
+        plain.read(position, kv[position : position + 1], queries[position : position + 1])
+    for position in range(after, after + 20):
+        own, asked = kv[position : position + 1], queries[position : position + 1]
+        assert torch.equal(plain.read(position, own, asked), drafting.read(position, own, asked))
 
 
 def test_blocks_in_host_memory_come_back_byte_by_byte() -> None:

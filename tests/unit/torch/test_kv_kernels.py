@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,17 @@ from edgepipe_torch.cpu.step_ops import CompiledOps  # noqa: E402
 from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads  # noqa: E402
+from edgepipe_torch.layers.kv_codes import FourBits  # noqa: E402
 from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # noqa: E402
 from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
-from edgepipe_torch.layers.prepared import prepare_step  # noqa: E402
+from edgepipe_torch.layers.prepared import PreparedStep, prepare_step  # noqa: E402
 from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepRow  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.kv_forms import rest_tokens, span_tokens  # noqa: E402
 from edgepipe.spec.tensors import WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, step_row  # noqa: E402
@@ -39,7 +42,8 @@ from tests.support.numerics.harness import Pipeline  # noqa: E402
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 
 CPU = torch.device("cpu")
-BLOCK, BLOCKS = 4, 64
+BLOCK, BLOCKS = 4, 84
+MOST_BLOCKS = BLOCKS // 3  # of one of three sequences
 SHAPES = {  # heads, kv heads, size of a head
     "one query for each key": (3, 3, 8),
     "an odd group, heads of more than 64": (6, 2, 72),
@@ -107,6 +111,8 @@ def test_codes_are_those_of_torch_bit_by_bit(case: tuple[str, str], count: int, 
     expected, found = pool.form(shape).encode(qkv[:, shape.num_heads :]), pool.gather(0, slots)
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.codes, expected.codes)
+    if isinstance(form := pool.form(shape), FourBits):
+        assert torch.equal(pool.rests(shape, count), form.encode_whole(qkv[:, shape.num_heads :]).rests)
     assert int(pool.arrays(0).codes.count_nonzero()) == int(found.codes.count_nonzero()), "no other slot is written"
 
 
@@ -119,6 +125,16 @@ def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float, kv: str) -> N
     pool = placed(config, qkv, torch.tensor([5, 9]), kv)
     found = pool.form(heads_of(config)).widen(pool.run(0, 0, 12), torch.float32)
     assert found.isnan().any(-1).nonzero().tolist() == found.isnan().all(-1).nonzero().tolist() == [[9, 4]]
+
+
+def laid_out(rows: Sequence[StepRow], config: ModelConfig, kv: str) -> PreparedStep:
+    return prepare_step(
+        make_step(rows),
+        rotations=Rotations(config),
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        span=span_tokens(kv, BLOCK),
+    )
 
 
 ROWS = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 50), st.booleans()), min_size=1, max_size=3)
@@ -146,22 +162,29 @@ def test_attention_is_torch_s_within_rounding(
     spread = torch.from_numpy(rng.uniform(0.1, 8, (BLOCKS * BLOCK, 2 * shape.num_kv_heads, 1)).astype(np.float32))
     stored = rng.standard_normal((BLOCKS * BLOCK, 2 * shape.num_kv_heads, shape.head_dim), np.float32)
     pool.write(0, torch.arange(BLOCKS * BLOCK), torch.from_numpy(stored) * spread)
-    free = rng.permutation(BLOCKS).tolist()
     step_rows: list[StepRow] = []
     for index, (count, before, scattered) in enumerate(rows):
-        blocks = -(-(before + count) // BLOCK)
-        runs = [(free.pop(), 1) for _ in range(blocks)] if scattered else [(int(rng.integers(BLOCKS - blocks)), blocks)]
+        blocks = -(-(before + count + rest_tokens(kv)) // BLOCK)
+        own = index * MOST_BLOCKS + rng.permutation(MOST_BLOCKS)[:blocks]
+        begin = index * MOST_BLOCKS + int(rng.integers(MOST_BLOCKS - blocks))
+        runs = [(int(block), 1) for block in own] if scattered else [(begin, blocks)]
         step_rows.append(step_row(before, count, *runs, sequence=index + 1))
-    prepared = prepare_step(make_step(step_rows), rotations=Rotations(config), block_size=BLOCK, num_blocks=BLOCKS)
+    prepared = laid_out(step_rows, config, kv)
     total = sum(count for count, _, _ in rows)
     queries = torch.from_numpy(rng.standard_normal((total, shape.num_heads, shape.head_dim), np.float32))
+    written = rng.standard_normal((total, 2 * shape.num_kv_heads, shape.head_dim), np.float32)
     found, expected = torch.full_like(queries, 7.0), torch.full_like(queries, -7.0)
     before_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for ops, out in ((ops_for(config, kv), found), (None, expected)):
             masks, own = CausalMasks(torch.float32, CPU), queries.clone()
-            PackedSequenceAttention(prepared, pool, masks, torch.float32, ops).run(shape, own, out)
+            attention = PackedSequenceAttention(prepared, pool, masks, torch.float32, ops)
+            attention.open(shape)
+            pool.write(0, torch.from_numpy(prepared.layout.slots), torch.from_numpy(written))
+            if attention.rests is not None:
+                attention.rests.keep(shape)
+            attention.run(shape, own, out)
     finally:
         torch.set_num_threads(before_threads)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -175,8 +198,8 @@ def test_a_nan_reaches_its_sequence_and_no_other(head: int, kv: str) -> None:
     stored = torch.randn(40, 6, 16)
     stored[3, head] = torch.nan
     pool.write(0, torch.arange(40), stored)
-    rows = [step_row(19, 1, (0, 5)), step_row(19, 1, (5, 5), sequence=2)]
-    prepared = prepare_step(make_step(rows), rotations=Rotations(config), block_size=BLOCK, num_blocks=BLOCKS)
+    rows = [step_row(19, 1, (0, 5), (10, 12)), step_row(19, 1, (5, 5), (22, 12), sequence=2)]
+    prepared = laid_out(rows, config, kv)
     queries, out = torch.randn(2, 3, 16), torch.zeros(2, 3, 16)
     masks = CausalMasks(torch.float32, CPU)
     attention = PackedSequenceAttention(prepared, pool, masks, torch.float32, ops_for(config, kv))

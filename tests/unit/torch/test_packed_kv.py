@@ -30,6 +30,7 @@ from tests.support.models.specs import first_attention  # noqa: E402
 Floats = npt.NDArray[np.float32]
 FORMS = ("8bit", "4bit")
 EIGHT = EightBits(8)
+BLOCKS = 24
 LLAMA = tiny_config()
 LARGE_HEADS = tiny_config(num_kv_heads=2, head_dim=64)
 PROMPT: list[int] = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 200).tolist()
@@ -56,12 +57,12 @@ def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, dty
     backend = TorchBackend(BackendOptions(device="cpu", threads=1, dtype=dtype, kv=kv))
     slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load(slices, weights or TinyWeights(config), lambda _progress: None)
-    backend.allocate_kv(num_blocks=24, block_size=16)
+    backend.allocate_kv(num_blocks=BLOCKS, block_size=16)
     return backend
 
 
 def logits(backend: TorchBackend, tokens: Sequence[int], *, position: int = 0, first_block: int = 0) -> Floats:
-    row = step_row(position, len(tokens), (first_block, 14))
+    row = step_row(position, len(tokens), (first_block, 16))
     return run_step(backend, make_step([row]), token_ids(tokens)).astype(np.float32)
 
 
@@ -118,8 +119,8 @@ def test_a_pool_takes_the_bytes_that_the_planner_counts(head_dim: int, form: str
     (pool,) = backend._pools.values()
     assert isinstance(pool, PackedKVStorage)
     slices = make_slices([LayerRange(0, 2)], 2)
-    assert pool.num_bytes == 24 * backend.kv_block_bytes(config, slices, 16)
-    assert pool.num_bytes == 24 * 16 * config.kv_bytes_per_token(form=form)
+    assert pool.num_bytes == BLOCKS * backend.kv_block_bytes(config, slices, 16)
+    assert pool.num_bytes == BLOCKS * 16 * config.kv_bytes_per_token(form=form)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_other_sequences_do_not_change_a_bit(form: str) -> None:
         backend = loaded(LLAMA, form)
         logits(backend, PROMPT[:20])
         logits(backend, neighbour[:20], first_block=5)
-        rows = [step_row(20, 1, (0, 2)), step_row(20, 1, (5, 2), sequence=2)]
+        rows = [step_row(20, 1, (0, 5)), step_row(20, 1, (5, 5), sequence=2)]
         return run_step(backend, make_step(rows), token_ids(PROMPT[20:21], neighbour[20:21])).astype(np.float32)
 
     first, second = decode_beside(PROMPT[50:]), decode_beside(PROMPT[100:])
@@ -178,7 +179,7 @@ def test_a_nan_stays_in_its_sequence_and_block(form: str) -> None:
         torch.tensor([3]),
         torch.full((1, 2 * first_attention(LLAMA).num_kv_heads, first_attention(LLAMA).head_dim), torch.nan),
     )
-    rows = [step_row(20, 1, (0, 2)), step_row(20, 1, (5, 2), sequence=2)]
+    rows = [step_row(20, 1, (0, 5)), step_row(20, 1, (5, 5), sequence=2)]
     found = run_step(backend, make_step(rows), token_ids(PROMPT[20:21], PROMPT[20:21]))
     assert np.isnan(found[0]).all()
     assert np.isfinite(found[1]).all()
