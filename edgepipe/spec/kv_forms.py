@@ -76,6 +76,13 @@ def rest_tokens(form: str) -> int:
     return REST_TOKENS if form == KV_4BIT else 0
 
 
+def slots_of_chat(num_tokens: int, form: str, block_size: int = SPAN_TOKENS) -> int:
+    """Return the slots of one chat of ``num_tokens``; in whole blocks if its form needs some behind them."""
+    if not num_tokens or not rest_tokens(form):
+        return num_tokens
+    return -(-(num_tokens + rest_tokens(form)) // block_size) * block_size
+
+
 def vector_bytes(form: str, head_dim: int, value_width: int = 0) -> int:
     """Return the bytes of a vector of ``head_dim`` values.
 

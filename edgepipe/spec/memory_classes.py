@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
-from edgepipe.spec.kv_forms import rest_tokens
+from edgepipe.spec.kv_forms import rest_tokens, slots_of_chat
 
 SLACK_TOKENS = 2048
 """Tokens of a prompt that may be in flight beyond a window, whatever the load: some steps' prefill."""
@@ -252,8 +252,7 @@ def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str, most_slots: int
 
     ``form``: see ``ModelConfig.kv_bytes_per_token``. ``most_slots``: see ``MemoryClasses.states``.
     """
-    classes = memory_classes(config, form)
-    kept = classes.kept_tokens(num_tokens + classes.rest_tokens if num_tokens else 0, block_size=_BLOCK_SIZE)
+    kept = memory_classes(config, form).kept_tokens(slots_of_chat(num_tokens, form), block_size=_BLOCK_SIZE)
     states = state_slots(config, num_tokens, most_slots=most_slots)
     slots = states.kept_slots if states is not None else 0
     return tuple(

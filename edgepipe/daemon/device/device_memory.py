@@ -16,6 +16,7 @@ from edgepipe.ids import PipelineId
 from edgepipe.planner.placement import lacks_ram
 from edgepipe.spec.expert_places import AUTO, split_kind, with_ram_percent
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.kv_forms import rest_tokens, slots_of_chat
 from edgepipe.spec.memory_classes import AUTO_TIER_PARTS, kv_bytes
 from edgepipe.units import format_bytes
 from edgepipe.weights.resident import WIDE, resident_sizes
@@ -98,7 +99,9 @@ class DeviceMemory:
             raise PlanInvalid(
                 f"layers {beyond} are not all in the model", fact=f"it has layers 0-{config.num_layers - 1}"
             )
-        kv = kv_bytes(config, request.kv_tokens, form=settings.kv or dtype, most_slots=settings.most_slots)
+        # In whole blocks, since a chat of all these tokens is promised.
+        tokens = slots_of_chat(request.kv_tokens, settings.kv, settings.block_size) - rest_tokens(settings.kv)
+        kv = kv_bytes(config, max(0, tokens), form=settings.kv or dtype, most_slots=settings.most_slots)
         stage_kv = sum(kv[layer] for part in slices for layer in part.layers)
         sizes = resident_sizes(config, weights, kind=self._packing_of(request), dtype=dtype)
         weight_bytes = sum(sizes.of_slice(part) for part in slices)

@@ -72,15 +72,17 @@ def test_another_form_is_refused() -> None:
         serve_request("m", kv="2bit")
 
 
-@pytest.mark.parametrize(("form", "vector"), [("8bit", 64 + 2), ("4bit", 32 + 2)])
-def test_a_node_sets_aside_fewer_bytes_for_fewer_bits(form: str, vector: int) -> None:
+@pytest.mark.parametrize(("form", "vector", "slots"), [("8bit", 64 + 2, 1000), ("4bit", 32 + 2, 1056)])
+def test_a_node_sets_aside_fewer_bytes_for_fewer_bits(form: str, vector: int, slots: int) -> None:
+    """With 4 bits a chat of 1,000 tokens takes 48 slots more, in whole blocks."""
     reserved: list[int] = []
     for kv in ("", form):
         ledger = memory(form)
         ledger.reserve(prepare(kv), CONFIG)
         reserved.append(ledger.loaded("p", weight_bytes=0).num_bytes)
     wide, packed = reserved
-    assert wide - packed == 1000 * 2 * CONFIG.num_layers * 2 * (2 * 64 - vector)  # weights take the same
+    saved = 2 * CONFIG.num_layers * 2 * (1000 * 2 * 64 - slots * vector)
+    assert 0 <= saved - (wide - packed) < 1000, "weights take the same; each token's bytes are rounded up"
 
 
 def test_a_node_whose_backend_lacks_the_form_refuses_the_stage() -> None:

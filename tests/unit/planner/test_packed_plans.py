@@ -410,9 +410,9 @@ def test_4_bits_promise_each_chat_its_tokens_beside_what_their_lower_bits_need(c
         config=config, weights=weights, objective=Objective.THROUGHPUT, concurrency=concurrency, context_tokens=4096
     )
     machine = known_cluster(["rtx4090"], config, link=parse_link("1gbit"), weights=weights, kv="4bit").machines[0]
-    block_bytes, blocks = 16 * config.kv_bytes_per_token(form="4bit"), concurrency * (4096 + REST_TOKENS) // 16
+    token_bytes, blocks = config.kv_bytes_per_token(form="4bit"), -(-concurrency * (4096 + REST_TOKENS) // 32)
     wanted = demand.kv_of(concurrency, machine.room.rest_tokens)
-    assert machine.room.kv_bytes(config, range(config.num_layers), wanted) == blocks * block_bytes
+    assert machine.room.kv_bytes(config, range(config.num_layers), wanted) == blocks * 32 * token_bytes
     assert demand.kv_levels(machine.room.rest_tokens)[0] == wanted
     assert demand.sequences(wanted, rest_tokens=REST_TOKENS) == demand.chats(wanted, REST_TOKENS) == concurrency
     assert demand.chats(wanted - 1, REST_TOKENS) == concurrency - 1
