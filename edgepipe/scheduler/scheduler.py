@@ -700,7 +700,7 @@ class Scheduler:
             running = min(running, self._num_chats + beside.rows * beside.in_flight)
             ready = min(ready, self._num_chats + beside.rows)
         return Load(
-            self._decode_steps,
+            self._most_decode_steps(),
             tuple([0 if step.isolated else step.num_sampling for step in self._in_flight if step.after is None]),
             running,
             ready,
