@@ -31,8 +31,6 @@ struct Sequences {
     const u16 *queries;  // [.., heads, HEAD_DIM], ``query_stride`` from row to row
     const Kept *keys;    // [pages, page_tokens, kv heads, HEAD_DIM], ``token_stride`` from token to token
     const Kept *values;  // [pages, page_tokens, kv heads, VALUE_DIM], strides as those of keys
-    const u16 *key_scales;    // of codes: [pages, page_tokens, kv heads], ``scale_stride`` from token to token
-    const u16 *value_scales;  // as key_scales
     const int *rows;     // [R] places in queries and out
     const int *lengths;  // [R] keys up to each row's own; 0: the row is left alone
     const int *tables;   // [R, table_width] pages
@@ -42,7 +40,6 @@ struct Sequences {
     float *totals;       // [R, heads, parts, 2]: the highest logit, and the sum of weights relative to it
     int query_stride;
     int token_stride;
-    int scale_stride;
     int out_stride;
     int heads;
     int kv_heads;
@@ -52,6 +49,13 @@ struct Sequences {
     int parts;
     float scale;
     float softcap;  // 0: none
+};
+
+// Of codes. They are apart from ``Sequences``, with which large heads in bf16 would take more registers than there are.
+struct Scales {
+    const u16 *keys;    // [pages, page_tokens, kv heads], ``stride`` from token to token
+    const u16 *values;  // as keys
+    int stride;
 };
 
 // The keys [low, high) that a row sees, and the tiles [first, end) that a part takes of them.
@@ -174,7 +178,7 @@ DEVICE void add_values(
 }
 
 // Block: ((row * kv_heads + kv head) * parts + part) * head_blocks + which HEADS of the kv head's query heads.
-KERNEL(attend_parts)(Sequences given, int head_blocks) {
+KERNEL(attend_parts)(Sequences given, int head_blocks, Scales scales) {
     SHARED_MEMORY(shared);
     u16 *queries = reinterpret_cast<u16 *>(shared);     // [HEADS, QUERY_PITCH]
     u16 *weights = queries + HEADS * QUERY_PITCH;       // [HEADS, WEIGHT_PITCH]
@@ -210,10 +214,10 @@ KERNEL(attend_parts)(Sequences given, int head_blocks) {
             for (int side = 0; side < 2; side++) {
                 const int key = 8 * warp + 2 * t + side;
                 const u64 slot = static_cast<u64>(page) * given.page_tokens + at % given.page_tokens + key;
-                const u64 place = slot * given.scale_stride + kv_head;
-                key_scales[side] = widen_half(given.key_scales[place]);
+                const u64 place = slot * scales.stride + kv_head;
+                key_scales[side] = widen_half(scales.keys[place]);
                 const bool seen = at + key >= own.low && at + key < own.high;
-                value_scales[side] = seen ? widen_half(given.value_scales[place]) : 0.0f;
+                value_scales[side] = seen ? widen_half(scales.values[place]) : 0.0f;
             }
         float logits[HEAD_TILES][4];
         logits_of(

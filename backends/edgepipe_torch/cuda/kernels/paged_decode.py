@@ -106,10 +106,11 @@ class PagedDecode:
         assert keys.shape[1] % TILE_KEYS == 0
         assert values.stride() == keys.stride() == _page_strides(keys)
         assert not any(part.data_ptr() % _ALIGNED_BYTES or part.stride(1) % _ALIGNED_NUMBERS for part in (keys, values))
-        scale_stride = 0
+        scales = _Scales()
         if key_scales is not None and value_scales is not None:
-            scale_stride = key_scales.stride(1)
-            assert value_scales.stride() == key_scales.stride() == (keys.shape[1] * scale_stride, scale_stride, 1)
+            stride = key_scales.stride(1)
+            assert value_scales.stride() == key_scales.stride() == (keys.shape[1] * stride, stride, 1)
+            scales = _Scales(keys=key_scales.data_ptr(), values=value_scales.data_ptr(), stride=stride)
         assert out.stride()[1:] == (heads.out_dim, 1)
         if not _reads_whole_pieces(queries):
             queries = queries.clone(memory_format=torch.contiguous_format)
@@ -126,8 +127,6 @@ class PagedDecode:
             queries=queries.data_ptr(),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            key_scales=None if key_scales is None else key_scales.data_ptr(),
-            value_scales=None if value_scales is None else value_scales.data_ptr(),
             rows=rows.data_ptr(),
             lengths=lengths.data_ptr(),
             tables=tables.data_ptr(),
@@ -137,7 +136,6 @@ class PagedDecode:
             totals=totals.data_ptr(),
             query_stride=queries.stride(0),
             token_stride=keys.stride(1),
-            scale_stride=scale_stride,
             out_stride=out.stride(0),
             heads=heads.num_heads,
             kv_heads=heads.num_kv_heads,
@@ -152,7 +150,7 @@ class PagedDecode:
             "attend_parts",
             blocks=blocks * parts,
             shared_bytes=self.form.shared_bytes,
-            arguments=(given, ctypes.c_int(head_blocks)),
+            arguments=(given, ctypes.c_int(head_blocks), scales),
         )
         if parts > 1:
             self._module.launch(
@@ -196,8 +194,6 @@ class _Sequences(ctypes.Structure):
                 "queries",
                 "keys",
                 "values",
-                "key_scales",
-                "value_scales",
                 "rows",
                 "lengths",
                 "tables",
@@ -212,7 +208,6 @@ class _Sequences(ctypes.Structure):
             for name in (
                 "query_stride",
                 "token_stride",
-                "scale_stride",
                 "out_stride",
                 "heads",
                 "kv_heads",
@@ -225,3 +220,9 @@ class _Sequences(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
+
+
+class _Scales(ctypes.Structure):
+    """``Scales`` of paged_decode.cu."""
+
+    _fields_ = (("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("stride", ctypes.c_int))
