@@ -5,21 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from edgepipe_torch import TorchBackend
 from edgepipe_torch.cuda.kernels.library import CudaLibrary, cuda_library
-from edgepipe_torch.cuda.kernels.paged_checking import random_heads, worst_decode_error
+from edgepipe_torch.cuda.kernels.paged_checking import parted, random_heads, worst_decode_error
 from edgepipe_torch.cuda.kernels.paged_decode import PagedForm, paged_form
 from edgepipe_torch.cuda.paging import CudaRecorder
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.device import PAGE_TOKENS
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv_codes import codes_of
 from figures import Row, below
 from torch import Tensor
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.config import kernel_dir
+from edgepipe.spec.kv_forms import GRAPH_FORMS, vector_bytes
 
 CONTEXTS = (8_192, 32_768)  # keys
 _ROWS = (1, 16)
@@ -59,33 +62,40 @@ def paged_rows() -> Iterator[Row]:
     if isinstance(library, KernelsUnavailable):
         raise library
     for name, shape in SHAPES.items():
-        form = paged_form(shape.heads(device))
-        worst = worst_decode_error(library.paged(form), form, device)
-        yield below(f"attention by own kernel, heads of {name}", worst, "roundings", 1.0)
+        for kv in ("", *GRAPH_FORMS):
+            form = paged_form(shape.heads(device), kv)
+            worst = worst_decode_error(library.paged(form), form, device)
+            text = f"attention by own kernel, heads of {name}"
+            yield below(f"{text}, KV in {kv}" if kv else text, worst, "roundings", 1.0)
     backend = TorchBackend(BackendOptions(device="cuda", threads=1))
     bandwidth = backend.profile().bandwidth_bytes_per_s
     backend.close()
-    for name, shape in SHAPES.items():
-        for context in CONTEXTS:
-            for rows in _ROWS:
-                if rows * context <= _MOST_KEYS:
-                    layers = Layers(shape, library, device, rows=rows, context=context)
-                    call_s, memory_s = layers.call_s(), layers.read_bytes / bandwidth
-                    text = f"attention, heads of {name}, {rows} row{'s' if rows > 1 else ''}, {context} keys"
-                    yield Row(text, 1e6 * call_s, "us", 1e6 * memory_s, "memory time", call_s / memory_s)
+    cases = product(SHAPES.items(), CONTEXTS, _ROWS, ("", *GRAPH_FORMS))
+    for (name, shape), context, rows, kv in cases:
+        if rows * context > _MOST_KEYS:
+            continue
+        layers = Layers(shape, library, device, rows=rows, context=context, kv=kv)
+        call_s, memory_s = layers.call_s(), layers.read_bytes / bandwidth
+        text = f"attention, heads of {name}, {rows} row{'s' if rows > 1 else ''}, {context} keys"
+        text = f"{text}, KV in {kv}" if kv else text
+        yield Row(text, 1e6 * call_s, "us", 1e6 * memory_s, "memory time", call_s / memory_s)
 
 
 class Layers:
     """As many layers' pages as no cache holds, each of which a row of a graph's step reads."""
 
-    def __init__(self, shape: Shape, library: CudaLibrary, device: torch.device, *, rows: int, context: int) -> None:
+    def __init__(
+        self, shape: Shape, library: CudaLibrary, device: torch.device, *, rows: int, context: int, kv: str
+    ) -> None:
+        """``kv``: form of the KV; empty: bf16."""
         self._heads = heads = shape.heads(device)
-        self._kernel = library.paged(paged_form(heads))
-        pages = context // PAGE_TOKENS
-        self.read_bytes = 2 * rows * context * heads.entries * heads.head_dim  # by one call
+        self._kernel = library.paged(paged_form(heads, kv))
+        pages, sizes = context // PAGE_TOKENS, (heads.head_dim, heads.value_width)
+        self.read_bytes = rows * context * heads.entries * vector_bytes(kv or "bfloat16", *sizes)  # by one call
         self._count = max(2, -int(-_UNCACHED_BYTES // self.read_bytes))
-        sizes = self._count, rows * pages, PAGE_TOKENS, heads.entries, heads.head_dim
-        self._pools = torch.randn(sizes, dtype=torch.bfloat16, device=device)
+        shape_of_one = rows * pages, PAGE_TOKENS, heads.entries, heads.head_dim
+        made = (torch.randn(shape_of_one, dtype=torch.bfloat16, device=device) for _ in range(self._count))
+        self._pools = [codes_of(kv, *sizes).encode(each) if kv else each for each in made]
         self._queries = torch.randn(rows, heads.num_heads, heads.head_dim, dtype=torch.bfloat16, device=device)
         self._out = torch.empty(rows, heads.num_heads, heads.out_dim, dtype=torch.bfloat16, device=device)
         places = torch.randperm(rows * pages, device=device).int().view(rows, pages)
@@ -114,9 +124,6 @@ class Layers:
 
     def _attend(self) -> Tensor:
         for pool in self._pools:
-            if self._heads.value_width:
-                keys, values = pool, pool[..., : self._heads.value_width]
-            else:
-                keys, values = pool.split(self._heads.num_kv_heads, dim=2)
+            keys, values = parted(pool, self._heads)
             self._kernel(self._heads, self._queries, keys, values, self._out, **self._given)
         return self._out

@@ -55,7 +55,7 @@ from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
-from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, Storage
 from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
 from edgepipe_torch.layers.rope import Rotations
 from edgepipe_torch.layers.slice_ends import SliceEnds
@@ -312,7 +312,7 @@ class TorchBackend:
         # Dictionaries have one entry per slice index.
         self._decoders: dict[int, Decoder] = {}
         self._weights: dict[int, SliceWeights] = {}
-        self._pools: dict[int, KVStorage | PackedKVStorage] = {}
+        self._pools: dict[int, Storage] = {}
         self._ends: dict[int, SliceEnds] = {}
         self._steps: dict[int, SliceSteps] = {}
         self._uses = ExpertUses(None)
@@ -361,14 +361,12 @@ class TorchBackend:
             raise ShardMismatch("nothing is loaded", next_step="load slices first")
         return self._config
 
-    def _slice(self, index: int) -> tuple[Decoder, KVStorage | PackedKVStorage]:
+    def _slice(self, index: int) -> tuple[Decoder, Storage]:
         if index not in self._decoders or index not in self._pools:
             raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
         return self._decoders[index], self._pools[index]
 
-    def _new_pool(
-        self, decoder: Decoder, num_blocks: tuple[int, ...], block_size: int, *, spare: bool
-    ) -> KVStorage | PackedKVStorage:
+    def _new_pool(self, decoder: Decoder, num_blocks: tuple[int, ...], block_size: int, *, spare: bool) -> Storage:
         if self._kv:
             return PackedKVStorage(
                 decoder.heads,
@@ -377,6 +375,7 @@ class TorchBackend:
                 block_size=block_size,
                 device=self._device.place,
                 form=self._kv,
+                spare_blocks=int(spare),
             )
         return KVStorage(
             decoder.heads,

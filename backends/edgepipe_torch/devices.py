@@ -25,7 +25,7 @@ def make_device(options: BackendOptions) -> Device:
     packed, kv, digits = _keeps_packed(options), checked_kv(options.kv), _input_digits(options)
     if is_cpu:
         return CpuDevice(dtype, packed=packed, kv=kv, digits=digits)
-    return CudaDevice(place, dtype, packed=packed, packed_kv=bool(kv))
+    return CudaDevice(place, dtype, packed=packed, kv=kv)
 
 
 def host_device() -> Device:

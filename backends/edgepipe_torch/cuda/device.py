@@ -23,20 +23,18 @@ from edgepipe_torch.cuda.kernels.library import ExpertLibrary, KernelLibrary, Pl
 from edgepipe_torch.cuda.mixer_steps import StepKernels, own_step_kernels, use_kernels
 from edgepipe_torch.cuda.packed import PackedCudaLinear
 from edgepipe_torch.cuda.paged import PageKernels, step_attention
-from edgepipe_torch.cuda.paging import Paging, find_paging
+from edgepipe_torch.cuda.paging import Paging, find_paging, with_codes
 from edgepipe_torch.cuda.slow_paths import no_paging, slow_paths
 from edgepipe_torch.cuda.step_ops import make_ops
 from edgepipe_torch.cuda.transfer import CudaTransfer
-from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.layers.attention import CausalMasks, StepAttention
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.experts import ExpertProducts
-from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
 from edgepipe_torch.layers.measuring import CPU_MEASURED, Measured, bandwidth, dtype_name, matrix_rate
-from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
-from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.packed_attention import by_sequence
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.routing import AddGated, Choose, add_gated, choose
@@ -45,7 +43,6 @@ from edgepipe_torch.layers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_CODES = "serve the model without --kv"
 _MEASURED = Measured(weights=32, shape=(8192, 4096), square=8192)  # 2.2 GB in bf16
 
 
@@ -66,7 +63,7 @@ class CudaDevice(Device):
         dtype: torch.dtype,
         *,
         packed: bool = True,
-        packed_kv: bool = False,
+        kv: str = "",
         paging: Paging | None = None,
         step_kernels: StepKernels | None = None,
         kernels: OwnKernels | None = None,
@@ -74,7 +71,7 @@ class CudaDevice(Device):
     ) -> None:
         """
         packed        weights with a form stay so
-        packed_kv     pools are ``PackedKVStorage``
+        kv            form of the pools' KV; empty: they are ``KVStorage``, not ``PackedKVStorage``
         paging        of attention over pages and graphs, by default the device's; brings a transfer
         step_kernels  for one token of recurrent layers, by default the device's
         kernels       for products, experts and heads, by default the device's
@@ -85,9 +82,11 @@ class CudaDevice(Device):
         self.packed = packed
         self.packing = "torch-cuda" if packed else WIDE
         self._paging: Paging | None = None
-        self._no_paging = KernelsUnavailable("own kernels read no KV as codes", remedy=_WITHOUT_CODES)
+        self._no_paging: KernelsUnavailable | None = None
+        self._kv = kv
         try:
-            self._paging = None if packed_kv else paging or find_paging(place, dtype)
+            found = paging or find_paging(place, dtype, kv)
+            self._paging = with_codes(found, kv) if kv else found
         except KernelsUnavailable as exc:
             self._no_paging = exc
         self._step_kernels = step_kernels or own_step_kernels(place)
@@ -162,10 +161,11 @@ class CudaDevice(Device):
 
     def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
         use_kernels(mixers, self._step_kernels, self.dtype)
-        return make_ops(config, self._kernels, self.place, self.dtype)
+        return make_ops(config, self._kernels, self.place, self.dtype, self._kv)
 
     def slow_paths(self, weights: Sequence[SliceWeights], block_size: int) -> Iterator[SlowPath]:
         if self._paging is None:
+            assert self._no_paging is not None
             return iter((no_paging(self._no_paging),))
         return slow_paths(self._paging, weights, block_size)
 
@@ -219,12 +219,11 @@ class CudaSteps(SliceSteps):
         self.counted_rows = None if self.graphs is None else ROWS
 
     def attention(self, prepared: PreparedStep) -> StepAttention:
-        pool = self._pool
-        if isinstance(pool, PackedKVStorage):
-            return PackedSequenceAttention(prepared, pool, self._masks, self._dtype)
-        if self._kernels is not None:
-            return step_attention(prepared, pool, self._kernels, masks=self._masks, transfer=self._transfer)
-        return SequenceAttention(prepared, pool, self._masks)
+        if self._kernels is None:
+            return by_sequence(prepared, self._pool, self._masks, self._dtype)
+        return step_attention(
+            prepared, self._pool, self._kernels, masks=self._masks, transfer=self._transfer, dtype=self._dtype
+        )
 
     def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Replayed | None:
         if self.graphs is None or not can_replay(prepared.layout, head=self._head):
@@ -234,7 +233,6 @@ class CudaSteps(SliceSteps):
 
 def _new_graphs(allocated: AllocatedSlice, paging: Paging, kernels: PageKernels, dtype: torch.dtype) -> DecodeGraphs:
     pool, plain, ends = allocated.pool, allocated.decoder, allocated.ends
-    assert isinstance(pool, KVStorage)
     decoder = plain.with_workspace(Workspace(dtype, pool.device))
     return DecodeGraphs(
         decoder,
@@ -243,5 +241,6 @@ def _new_graphs(allocated: AllocatedSlice, paging: Paging, kernels: PageKernels,
         kernels,
         states=allocated.states,
         finish=decoder.logits if decoder.part.head else ends.encode,
+        dtype=dtype,
         travels=ends.travels,
     )

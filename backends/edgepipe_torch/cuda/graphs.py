@@ -25,8 +25,8 @@ from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernel
 from edgepipe_torch.cuda.paging import Graph, GraphRecorder, Paging
 from edgepipe_torch.layers.attention import SHORT_ROWS
 from edgepipe_torch.layers.decoder import Decoder
-from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
+from edgepipe_torch.layers.packed_kv import Storage
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.states import StatePool, StepStates, single_slots
 from edgepipe_torch.layers.transfer import GraphTransfer
@@ -66,17 +66,19 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: Decoder,
-        pool: KVStorage,
+        pool: Storage,
         paging: Paging,
         kernels: PageKernels,
         *,
         states: StatePool | None,
         finish: Finish,
+        dtype: torch.dtype,
         travels: torch.dtype,
     ) -> None:
         """``decoder`` needs its own workspace, ``kernels`` one for each layer; ``travels``: type of arrivals.
 
         states  of a slice with recurrent layers, with a spare slot
+        dtype   compute dtype
         """
         self._decoder = decoder
         self._pool = pool
@@ -85,6 +87,7 @@ class DecodeGraphs:
         self._states = states
         self._recorder = paging.new_recorder()
         self._finish = finish
+        self._dtype = dtype
         self._travels = travels
         self._known: dict[tuple[int, int], _StepGraph] = {}  # keys: rows and pages
 
@@ -98,7 +101,8 @@ class DecodeGraphs:
         pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
-            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, self._travels)
+            types = self._dtype, self._travels
+            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, *types)
             graph = self._known[rows, pages] = _StepGraph(fields)
         graph.fields.fill(prepared, inputs, self._transfer)
         graph.run(self._compute, self._recorder)
@@ -152,16 +156,17 @@ class _Fields:
     def __init__(
         self,
         decoder: Decoder,
-        pool: KVStorage,
+        pool: Storage,
         kernels: PageKernels,
         states: StatePool | None,
         rows: int,
         pages: int,
+        dtype: torch.dtype,
         travels: torch.dtype,
     ) -> None:
         config, device = decoder.config, pool.device
         self.rows = rows
-        self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.dtype, device=device)
+        self.hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
         self.arrived = torch.zeros(rows, config.hidden_size, dtype=travels, device=device)
         self.finals = torch.zeros_like(self.hidden) if decoder.predicts_more else None
         # Whether surplus rows repeat the first row. A state that it writes must not be read beside it.

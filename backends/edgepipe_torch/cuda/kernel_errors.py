@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from edgepipe.backend.types import KernelError
+from edgepipe.spec.kv_forms import GRAPH_FORMS
 from edgepipe.spec.layer_spec import Recurrent
 from edgepipe.weights.made_up_packed import CHECKED_TYPES, checked_weight
 from edgepipe_torch.cuda.kernels.checked_library import CheckedLibrary
@@ -25,8 +26,10 @@ _ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64)  # each number of column tiles, full an
 _EXPERT_ROWS = (1, 9, 64)
 _FEATURES, _INPUTS = 1000, 2048  # many tiles, not all of them full
 _GATES = 512
+_KV = ("", *GRAPH_FORMS)
 _PAGED = tuple(
-    PagedForm(head_dim=key, value_dim=value, head_tiles=1)
+    PagedForm(head_dim=key, value_dim=value, head_tiles=1, kv=kv)
+    for kv in _KV
     for key, value in ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
 )
 
@@ -39,12 +42,18 @@ def cuda_kernel_errors(library: CheckedLibrary, device: torch.device, dtype: tor
     yield kernel_error("choice of experts", lambda: worst_routing_error(library.routing(), device))
     for scheme, form in {**forms, "bf16": WIDE_FORM}.items():
         yield kernel_error(f"experts {scheme}", lambda form=form: _expert_error(library, form, device))
-    yield kernel_error("placing of heads", lambda: worst_place_error(library.place_heads(), device))
+    for kv in _KV:
+        name = f"placing of heads{_named(kv)}"
+        yield kernel_error(name, lambda kv=kv: worst_place_error(library.place_heads(kv), device, kv=kv))
     for paged in _PAGED:
-        name = f"attention, heads of {paged.head_dim}"
+        name = f"attention, heads of {paged.head_dim}{_named(paged.kv)}"
         yield kernel_error(name, lambda form=paged: worst_decode_error(library.paged(form), form, device))
     for name, spec in CHECKED_MIXERS.items():
         yield kernel_error(f"one token of {name}", lambda spec=spec: _mixer_error(library, spec, device, dtype))
+
+
+def _named(kv: str) -> str:
+    return f", KV in {kv}" if kv else ""
 
 
 def _product_error(library: CheckedLibrary, form: KernelForm, device: torch.device) -> float:

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe_torch.cuda.paging import AlsoReturn, PagedDecode, Paging
-from edgepipe_torch.layers.attention import SHORT_ROWS, CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.layers.attention import SHORT_ROWS, CausalMasks, StepAttention
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.dot_attention import beside_sinks
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.packed_attention import by_sequence
+from edgepipe_torch.layers.packed_kv import Storage
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.transfer import Transfer
 
@@ -107,7 +109,7 @@ class PagedAttention:
     def __init__(
         self,
         kernels: PageKernels,
-        pool: KVStorage,
+        pool: Storage,
         sequences: PagedSequences,
         singles: SingleRows | None,
         *,
@@ -131,7 +133,7 @@ class PagedAttention:
         }
 
     @classmethod
-    def of(cls, layout: StepLayout, pool: KVStorage, *, kernels: PageKernels, transfer: Transfer) -> PagedAttention:
+    def of(cls, layout: StepLayout, pool: Storage, *, kernels: PageKernels, transfer: Transfer) -> PagedAttention:
         """Attend for the rows of a step, with tables as wide as its longest."""
         counts = [row.num_tokens for row in layout.rows]
         lengths = [row.length for row in layout.rows]
@@ -148,6 +150,8 @@ class PagedAttention:
         """Attend for all rows, or for single rows in layers of own kernels. See StepAttention."""
         keys, values = self._pool.pages(heads.layer)
         if self._kernels.fits(heads):
+            assert isinstance(keys, Tensor)  # torch's kernel reads no codes
+            assert isinstance(values, Tensor)
             self._run_all(heads, queries, keys, values, out)
         elif (rows := self._singles) is not None:
             decode = self._kernels.decode(heads)
@@ -189,18 +193,27 @@ class MixedAttention:
     """
 
     def __init__(
-        self, prepared: PreparedStep, pool: KVStorage, kernels: PageKernels, *, masks: CausalMasks, transfer: Transfer
+        self,
+        prepared: PreparedStep,
+        pool: Storage,
+        kernels: PageKernels,
+        *,
+        masks: CausalMasks,
+        transfer: Transfer,
+        dtype: torch.dtype,
     ) -> None:
+        """``dtype``: compute dtype."""
         self._kernels = kernels
         self._paged = PagedAttention.of(prepared.layout, pool, kernels=kernels, transfer=transfer)
-        self._others = SequenceAttention(prepared, pool, masks)
-        self._long = SequenceAttention(_long_rows(prepared), pool, masks)
+        self._others = None if kernels.whole else by_sequence(prepared, pool, masks, dtype)
+        self._long = by_sequence(_long_rows(prepared), pool, masks, dtype)
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """See StepAttention."""
         if self._kernels.fits(heads):
             self._paged.run(heads, queries, out)
         elif self._kernels.decode(heads) is None:
+            assert self._others is not None
             self._others.run(heads, queries, out)
         else:
             self._paged.run(heads, queries, out)
@@ -216,9 +229,15 @@ def _long_rows(prepared: PreparedStep) -> PreparedStep:
 
 
 def step_attention(
-    prepared: PreparedStep, pool: KVStorage, kernels: PageKernels, *, masks: CausalMasks, transfer: Transfer
+    prepared: PreparedStep,
+    pool: Storage,
+    kernels: PageKernels,
+    *,
+    masks: CausalMasks,
+    transfer: Transfer,
+    dtype: torch.dtype,
 ) -> StepAttention:
-    """Return a step's attention over pages."""
+    """Return a step's attention over pages. ``dtype``: compute dtype."""
     if kernels.plain:
         return PagedAttention.of(prepared.layout, pool, kernels=kernels, transfer=transfer)
-    return MixedAttention(prepared, pool, kernels, masks=masks, transfer=transfer)
+    return MixedAttention(prepared, pool, kernels, masks=masks, transfer=transfer, dtype=dtype)

@@ -2,26 +2,28 @@
 
 CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
 bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
-latent attention and capped logits: there, and for all heads with an older torch, an own kernel computes single rows
-(``kernels/paged_decode.py``).
+latent attention and capped logits: there, and for all heads with an older torch or with KV as codes, an own kernel
+computes single rows (``kernels/paged_decode.py``).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from edgepipe.spec.kv_forms import GRAPH_FORMS
 from edgepipe_torch.cuda.kernels.library import own_library
 from edgepipe_torch.cuda.kernels.paged_decode import paged_form
 from edgepipe_torch.cuda.transfer import CudaTransfer
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.device import PAGE_TOKENS
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv_codes import Codes
 from edgepipe_torch.layers.measuring import dtype_name
 from edgepipe_torch.layers.transfer import GraphTransfer
 
@@ -79,8 +81,8 @@ class PagedDecode(Protocol):
         self,
         heads: LayerHeads,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Codes,
+        values: Tensor | Codes,
         out: Tensor,
         *,
         rows: Tensor,
@@ -90,7 +92,7 @@ class PagedDecode(Protocol):
         """Write the rows' outputs, with window, softcap and sinks of the heads; leave out's other rows as they are.
 
         queries  [T, Hq, D]
-        keys     [pages, page tokens, Hkv, D], same type; values [pages, page tokens, Hkv, V]
+        keys     [pages, page tokens, Hkv, D], same type, or codes; values [pages, page tokens, Hkv, V]
         out      [T, Hq, V], same type
         rows     [R] int32, places in queries and out
         lengths  [R] int32, keys of each row's sequence up to its own
@@ -137,7 +139,7 @@ class CudaRecorder:
 class Paging:
     """Kernel, recorder and transfer of a device that attends over pages."""
 
-    attend: VarlenAttention | None  # used in layers that it ``fits``; None: torch has none that reads pages
+    attend: VarlenAttention | None  # used in layers that it ``fits``; None: torch has none that reads these pages
     decode: Callable[[LayerHeads], PagedDecode]  # used in other layers; raises KernelsUnavailable
     page_tokens: int  # a block holds a multiple of it
     new_recorder: Callable[[], GraphRecorder]
@@ -149,8 +151,11 @@ class Paging:
         return self.attend is not None and not excluded
 
 
-def find_paging(device: torch.device, dtype: torch.dtype) -> Paging:
-    """Return CUDA's paging. Raises KernelsUnavailable if device or dtype do not support it."""
+def find_paging(device: torch.device, dtype: torch.dtype, kv: str = "") -> Paging:
+    """Return CUDA's paging. ``kv``: form of the KV; empty: the dtype.
+
+    Raises KernelsUnavailable if device or dtype do not support it.
+    """
     if device.type != "cuda":
         raise KernelsUnavailable("pages need a CUDA device")
     if dtype != torch.bfloat16:
@@ -161,17 +166,22 @@ def find_paging(device: torch.device, dtype: torch.dtype) -> Paging:
         raise KernelsUnavailable(f"attention over pages needs an Ampere or newer card, and {name} is sm_{major}{minor}")
     return Paging(
         attend=_varlen_attention(),
-        decode=lambda heads: _own_kernel(device, heads),
+        decode=lambda heads: own_library(device).paged(paged_form(heads, kv)),
         page_tokens=PAGE_TOKENS,
         new_recorder=CudaRecorder,
         transfer=CudaTransfer(device),
     )
 
 
-def _own_kernel(device: torch.device, heads: LayerHeads) -> PagedDecode:
-    """Return the own kernel for a layer's heads; compiling it may take seconds. Raises KernelsUnavailable."""
-    form = paged_form(heads)
-    return own_library(device).paged(form)
+def with_codes(paging: Paging, kv: str) -> Paging:
+    """Return the paging of a device whose KV has a form: own kernels read codes, torch's does not.
+
+    Raises KernelsUnavailable for forms that no kernel reads.
+    """
+    if kv not in GRAPH_FORMS:
+        known = ", ".join(GRAPH_FORMS)
+        raise KernelsUnavailable(f"own kernels read no KV in {kv}", remedy=f"serve the model with --kv {known}")
+    return replace(paging, attend=None)
 
 
 def _varlen_attention() -> VarlenAttention | None:

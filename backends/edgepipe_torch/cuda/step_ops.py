@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.kv_forms import GRAPH_FORMS
 from edgepipe_torch.cuda.kernels.library import PlaceLibrary, own_library
 from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads, can_place
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.kv import KVPool, KVStorage
+from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, StepOps, TorchOps
 
 logger = logging.getLogger(__name__)
 
 
 class CudaOps(TorchOps):
-    """Norms of heads, rotation, and writing keys and values in one launch, in bf16."""
+    """Norms of heads, rotation, and writing keys and values in one launch, from bf16."""
 
     def __init__(self, config: ModelConfig, place_heads: PlaceHeads) -> None:
         super().__init__(config)
@@ -35,7 +36,7 @@ class CudaOps(TorchOps):
         heads: LayerHeads,
         norms: HeadNorms = NO_NORMS,
     ) -> None:
-        if not isinstance(pool, KVStorage) or not can_place(qkv) or not self._has_kernel(norms, heads):
+        if not can_place(qkv) or not self._has_kernel(norms, heads):
             super().place(qkv, rotations, slots, pool, heads, norms)
             return
         self._place_heads(
@@ -55,12 +56,18 @@ class CudaOps(TorchOps):
         return not weights or (self._eps is not None and all(each.shape[0] == heads.head_dim for each in weights))
 
 
-def make_ops(config: ModelConfig, library: PlaceLibrary | None, place: torch.device, dtype: torch.dtype) -> StepOps:
-    """Return a device's operations; ``library``: None for its own kernels. The first call may take seconds."""
-    if dtype != torch.bfloat16 or (library is None and place.type != "cuda"):
+def make_ops(
+    config: ModelConfig, library: PlaceLibrary | None, place: torch.device, dtype: torch.dtype, kv: str = ""
+) -> StepOps:
+    """Return a device's operations. The first call may take seconds.
+
+    library  None: the device's own kernels
+    kv       form of the KV; empty: the dtype
+    """
+    if dtype != torch.bfloat16 or (library is None and place.type != "cuda") or (kv and kv not in GRAPH_FORMS):
         return TorchOps(config)
     try:
-        return CudaOps(config, (library or own_library(place)).place_heads())
+        return CudaOps(config, (library or own_library(place)).place_heads(kv))
     except KernelsUnavailable as exc:
         logger.warning("torch's operations rotate queries and keys, in more launches: %s", exc)
         return TorchOps(config)

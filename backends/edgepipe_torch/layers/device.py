@@ -20,9 +20,8 @@ from edgepipe.weights.stored_weight import Rows, StoredWeight
 from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.experts import ExpertProducts, each_expert
-from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.linear import Linear, PartForms, ReadWeight, Workspace, floats_of
-from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.packed_kv import Storage
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.routing import AddGated, Choose, add_gated, choose
@@ -41,7 +40,7 @@ class AllocatedSlice:
     weights: SliceWeights
     decoder: Decoder
     ends: SliceEnds
-    pool: KVStorage | PackedKVStorage
+    pool: Storage
     states: StatePool | None  # states of a slice with recurrent layers
     block_size: int
 

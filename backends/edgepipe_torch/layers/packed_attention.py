@@ -24,12 +24,14 @@ from edgepipe_torch.layers.attention import (
     BoundQueries,
     CausalMasks,
     QueryKernels,
+    SequenceAttention,
+    StepAttention,
     short_queries,
 )
 from edgepipe_torch.layers.dot_attention import Attend, attend, capped, shares
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv_codes import Codes, FourBits, KVCodes, WholeCodes
-from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, Storage
 from edgepipe_torch.layers.prepared import PreparedStep
 
 _WIDENED_BYTES = 64 << 20  # limit of widened keys and values at once; heads take turns where all need more
@@ -247,6 +249,13 @@ class PackedSequenceAttention:
         count = max(1, min(heads.num_kv_heads, _WIDENED_BYTES // head_bytes))
         for first in range(0, heads.num_kv_heads, count):
             yield slice(first, min(first + count, heads.num_kv_heads))
+
+
+def by_sequence(prepared: PreparedStep, pool: Storage, masks: CausalMasks, dtype: torch.dtype) -> StepAttention:
+    """Return attention of each sequence by itself, by torch. ``dtype``: compute dtype."""
+    if isinstance(pool, PackedKVStorage):
+        return PackedSequenceAttention(prepared, pool, masks, dtype)
+    return SequenceAttention(prepared, pool, masks)
 
 
 def _value_entries(heads: LayerHeads, kv_heads: slice) -> slice:

@@ -15,6 +15,7 @@ from edgepipe.backend.types import BlockCopy
 from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.host_copies import Stored
+from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.kv_codes import Codes, FourBits, KVCodes, codes_of
 
 
@@ -30,18 +31,20 @@ class PackedKVStorage:
         block_size: int,
         device: torch.device,
         form: str = KV_8BIT,
+        spare_blocks: int = 0,
     ) -> None:
         """``form``: of ``KV_FORMS``. The other arguments: see ``KVStorage``.
 
         Raises RuntimeError or MemoryError for lack of memory, ConfigInvalid for heads that the form does not keep.
         """
         self.block_size = block_size
+        self.num_blocks = num_blocks  # see ``KVStorage``
         self.device = device
         self._form = form
         self._heads = heads
         self._forms = [codes_of(form, alike[0].head_dim, alike[0].value_width) for alike in by_kind(heads)]
         self.pools = [
-            own.empty((len(alike), num_blocks[each] * block_size, alike[0].entries), device)
+            own.empty((len(alike), (num_blocks[each] + spare_blocks) * block_size, alike[0].entries), device)
             for own, alike, each in zip(self._forms, by_kind(heads), classes, strict=True)
         ]
         self._copied = [array for pool, each in zip(self.pools, classes, strict=True) if each == 0 for array in pool]
@@ -113,3 +116,18 @@ class PackedKVStorage:
         """Return copies of slots [L] of a layer."""
         pool = self._layers[layer]
         return Codes(pool.codes.index_select(0, slots), pool.scales.index_select(0, slots))
+
+    def pages(self, layer: int) -> tuple[Codes, Codes]:
+        """Return views of a layer's keys and values as pages [blocks, block size, Hkv, ...].
+
+        Values that are a part of their keys are the keys.
+        """
+        heads = self._heads[layer]
+        rows = Codes(*(array.view(-1, self.block_size, *array.shape[1:]) for array in self._layers[layer]))
+        if heads.value_width:
+            return rows, rows
+        codes, scales = (array.split(heads.num_kv_heads, dim=2) for array in rows)
+        return Codes(codes[0], scales[0]), Codes(codes[1], scales[1])
+
+
+Storage = KVStorage | PackedKVStorage

@@ -82,12 +82,12 @@ class CountedKernels:
     def routing(self) -> RoutingKernels:
         return RoutingKernels(self._module)
 
-    def place_heads(self) -> PlaceHeads:
+    def place_heads(self, kv: str = "") -> PlaceHeads:
         return PlaceHeads(self._module)
 
-    def decode(self, heads: LayerHeads) -> PagedDecode:
-        """Return attention over pages of a layer."""
-        return PagedDecode(self._module, paged_form(heads), multiprocessors=_MULTIPROCESSORS)
+    def decode(self, heads: LayerHeads, kv: str = "") -> PagedDecode:
+        """Return attention over pages of a layer, with KV of a form; empty: in bf16."""
+        return PagedDecode(self._module, paged_form(heads, kv), multiprocessors=_MULTIPROCESSORS)
 
     def mixer_step(self, mixer: Mixer, dtype: torch.dtype) -> StepKernel:
         """Return the kernel of a recurrent layer."""

@@ -204,6 +204,23 @@ DEVICE float widen_half(u16 bits) {
     return bits & 0x8000 ? -value : value;
 }
 
+DEVICE u16 float_as_half(float value) {
+    if (value != value) return 0x7E00;
+    const u32 sign = std::signbit(value) ? 0x8000 : 0;
+    int exponent;
+    std::frexp(value, &exponent);
+    const double step = std::ldexp(1.0, std::max(exponent - 11, -24));
+    const double rounded = std::nearbyint(std::fabs(value) / step) * step;
+    if (rounded >= 65536.0) return sign | 0x7C00;
+    if (rounded < std::ldexp(1.0, -14)) return sign | static_cast<u32>(std::ldexp(rounded, 24));
+    std::frexp(rounded, &exponent);
+    return sign | (exponent + 14) << 10 | (static_cast<u32>(std::ldexp(rounded, 11 - exponent)) - 1024);
+}
+
+DEVICE u32 two_bytes(u32 first, int of_first, u32 second, int of_second) {
+    return (first >> 8 * of_first & 0xFF) | (second >> 8 * of_second & 0xFF) << 16 | 0xA500A500;  // anything
+}
+
 DEVICE u32 masked_or(u32 value, u32 mask, u32 set) { return (value & mask) | set; }
 
 DEVICE u32 fma_bf16_pair(u32 a, u32 b, u32 c) {

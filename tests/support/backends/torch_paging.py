@@ -94,12 +94,14 @@ class CudaOnHost(CudaDevice):
         paging: Paging | None = None,
         step_kernels: StepKernels | None = None,
         kernels: OwnKernels | None = None,
+        kv: str = "",
     ) -> None:
         """``paging``: as of ``cpu_paging``; None: neither pages nor graphs."""
         kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         super().__init__(
             torch.device("cpu"),
             kind,
+            kv=kv,
             paging=paging,
             step_kernels=step_kernels,
             kernels=kernels,

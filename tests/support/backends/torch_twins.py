@@ -48,25 +48,28 @@ class Twins:
         decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
         step_kernels: StepKernels | None = None,
         has_varlen: bool = True,
+        kv: str = "",
     ) -> None:
         """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices.
 
         decode        gives the kernel of layers that torch's kernel over pages excludes
         step_kernels  of recurrent layers, where graphs are
         has_varlen    torch has a kernel over pages
+        kv            form of the KV; empty: float32
         """
         self.config = config
         self.state_slots = 24 if config.state_bytes() else 0
         self.num_blocks = num_blocks
         self.page_tokens = page_tokens
         self._cuts = cuts
-        self._rounding = 1e-4 if kind is ActivationType.FLOAT32 else 0.1  # a last bit of bf16 may differ at each cut
+        # A last bit of bf16 may differ at each cut, and a code of KV in any layer.
+        self._rounding = 0.1 if kind is not ActivationType.FLOAT32 else 0.03 if kv else 1e-4
         self._recorders: list[CpuRecorder] = []
         self._waiting: list[tuple[Any, np.ndarray]] = []
-        options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
+        options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1, kv=kv)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
         paging = paging if has_varlen else replace(paging, attend=None)
-        self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels))
+        self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels, kv=kv))
         self.plain = TorchBackend(options)
         self.load()
         self.allocate()
@@ -148,7 +151,7 @@ class Twins:
         """Whatever belongs to a sequence is the same in both pools, and nothing else was written."""
         end = self.num_blocks * self.page_tokens
         for paged, plain in zip(pools_of(self.paged), pools_of(self.plain), strict=True):
-            self._assert_close(paged[:, :end].numpy(), plain[:, :end].numpy())
+            self._assert_close(paged[:, :end].float().numpy(), plain[:, :end].float().numpy())
         end = self.state_slots + 1  # with the slot of zeros
         for paged, plain in zip(states_of(self.paged), states_of(self.plain), strict=True):
             self._assert_close(paged[:end].numpy(), plain[:end].numpy())
@@ -277,8 +280,11 @@ class Crowd:
 
 
 def pools_of(backend: TorchBackend) -> list[torch.Tensor]:
-    """The pool [layers, slots, 2 * kv heads, D] of each slice."""
-    return [pool for storage in backend._pools.values() if isinstance(storage, KVStorage) for pool in storage.pools]
+    """The pool [layers, slots, 2 * kv heads, D] of each slice; of codes their scales [layers, slots, 2 * kv heads]."""
+    found: list[torch.Tensor] = []
+    for storage in backend._pools.values():
+        found += storage.pools if isinstance(storage, KVStorage) else [pool.scales for pool in storage.pools]
+    return found
 
 
 def states_of(backend: TorchBackend) -> list[torch.Tensor]:

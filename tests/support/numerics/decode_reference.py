@@ -10,6 +10,7 @@ import math
 import torch
 from edgepipe_torch.cuda.paging import PagedDecode
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv_codes import Codes
 from torch import Tensor
 
 
@@ -21,8 +22,8 @@ def reference_decode(_heads: LayerHeads) -> PagedDecode:
 def _attend(
     heads: LayerHeads,
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Codes,
+    values: Tensor | Codes,
     out: Tensor,
     *,
     rows: Tensor,
@@ -30,20 +31,29 @@ def _attend(
     tables: Tensor,
 ) -> None:
     """See ``PagedDecode``. The whole call is one operation to torch, as in ``varlen_reference.py``."""
-    assert queries.dtype == keys.dtype == values.dtype == out.dtype
+    (keys, key_scales), (values, value_scales) = _parts(keys), _parts(values)
+    if key_scales is None:
+        assert queries.dtype == keys.dtype == values.dtype == out.dtype
     assert queries.shape[1:] == (heads.num_heads, heads.head_dim)
     assert out.shape == (queries.shape[0], heads.num_heads, heads.out_dim)
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in (rows, lengths, tables))
     assert rows.shape == lengths.shape == tables.shape[:1]
     how = heads.sinks, heads.window or 0, heads.softcap, heads.scale
-    torch.ops.edgepipe_tests.decode(out, queries, keys, values, rows, lengths, tables, *how)
+    kv = keys, key_scales, values, value_scales
+    torch.ops.edgepipe_tests.decode(out, queries, *kv, rows, lengths, tables, *how)
+
+
+def _parts(kept: Tensor | Codes) -> tuple[Tensor, Tensor | None]:
+    return (kept.codes, kept.scales) if isinstance(kept, Codes) else (kept, None)
 
 
 def _decode(
     out: Tensor,
     queries: Tensor,
     keys: Tensor,
+    key_scales: Tensor | None,
     values: Tensor,
+    value_scales: Tensor | None,
     rows: Tensor,
     lengths: Tensor,
     tables: Tensor,
@@ -60,7 +70,13 @@ def _decode(
         assert all(0 <= page < keys.shape[0] for page in pages), "a page outside the pool"
         first = max(0, length - window) if window else 0
         own_keys, own_values = (
-            part[pages].flatten(0, 1)[first:length].float().repeat_interleave(group, 1) for part in (keys, values)
+            _widened(part[pages], None if scales is None else scales[pages])
+            .flatten(0, 1)[first:length]
+            .repeat_interleave(group, 1)[..., :size]
+            for part, scales, size in (
+                (keys, key_scales, queries.shape[2]),
+                (values, value_scales, out.shape[2]),
+            )
         )
         logits = torch.einsum("hd,lhd->hl", queries[row].float() * scale, own_keys)
         if softcap:
@@ -73,9 +89,14 @@ def _decode(
         out[row] = torch.einsum("hl,lhv->hv", weights / total, own_values)
 
 
+def _widened(numbers: Tensor, scales: Tensor | None) -> Tensor:
+    return numbers.float() if scales is None else numbers.float() * scales.float().unsqueeze(-1)
+
+
 _LIBRARY = torch.library.Library("edgepipe_tests", "FRAGMENT")
 _LIBRARY.define(
-    "decode(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor rows, Tensor lengths, Tensor tables, "
+    "decode(Tensor(a!) out, Tensor queries, Tensor keys, Tensor? key_scales, Tensor values, "
+    "Tensor? value_scales, Tensor rows, Tensor lengths, Tensor tables, "
     "Tensor? sinks, int window, float softcap, float scale) -> ()"
 )
 _LIBRARY.impl("decode", _decode, "CPU")

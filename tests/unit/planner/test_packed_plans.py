@@ -366,22 +366,34 @@ def test_emulated_plans_and_simulations_take_the_form_of_the_kv() -> None:
     assert steps[1] < steps[0]
 
 
-@pytest.mark.parametrize(("device", "slower"), [("rtx4090", True), ("m4max", False)])
-def test_kv_in_8_bits_is_planned_without_graphs_on_cuda(device: str, slower: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "kv", "head_dim", "slower"),
+    [
+        ("rtx4090", "4bit", 128, True),
+        ("rtx4090", "8bit", 128, False),
+        ("rtx4090", "8bit", 64, False),
+        ("rtx4090", "8bit", 96, True),  # of which own kernels read no codes
+        ("m4max", "4bit", 128, False),
+    ],
+)
+def test_kv_that_no_kernel_reads_is_planned_without_graphs_on_cuda(
+    device: str, kv: str, head_dim: int, slower: bool
+) -> None:
     """A lone chat of an 8B in 4 bits: an H100's host took 0.48 ms a layer to start kernels (docs/experiments.md)."""
     config, weights = named_model("llama-3.1-8b:q4_k_m")
+    config = replace(config, layers=tuple(spec.with_attention(head_dim=head_dim) for spec in config.layers))
     link = parse_link("1gbit,0.3ms")
     work = decode_work(1, read_tokens=1000)
     plain, packed = (
-        known_cluster([device], config, link=link, weights=weights, kv=kv).machines[0].speed.parts(work)
-        for kv in ("", "8bit")
+        known_cluster([device], config, link=link, weights=weights, kv=each).machines[0].speed.parts(work)
+        for each in ("", kv)
     )
     seconds = float(packed.layer_s.sum())
     assert (seconds > 1.5 * float(plain.layer_s.sum())) == slower
     assert not slower or seconds == pytest.approx(32 * 476e-6)
 
 
-def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_8_bits() -> None:
+def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_4_bits() -> None:
     config, weights = named_model("llama-3.1-8b:q4_k_m")
     work = decode_work(1, read_tokens=1000)
 
@@ -398,8 +410,8 @@ def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_8_bits() -
         )
         return float(estimated_speed(profile, config, weights=weights, kv=kv).parts(work).layer_s.mean())
 
-    assert layer_s("cuda:0", "8bit") >= 476e-6 > layer_s("cuda:0", "")
-    assert layer_s("mps", "8bit") <= layer_s("mps", "")
+    assert layer_s("cuda:0", "4bit") >= 476e-6 > layer_s("cuda:0", "") > layer_s("cuda:0", "8bit")
+    assert layer_s("mps", "4bit") <= layer_s("mps", "")
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

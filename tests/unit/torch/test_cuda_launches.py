@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_more_rows_launch_no_more(rows: int) -> None:
     assert launches_of_a_layer("Llama", rows=rows).total() == LAUNCHES["Llama", "Q4_K"]
 
 
+@pytest.mark.parametrize("layer", ["Llama", "Qwen3-30B-A3B"])
+def test_kv_in_8_bits_launches_no_more(layer: str) -> None:
+    found = launches_of_a_layer(layer, kv="8bit")
+    assert found["place_heads"] == 1
+    assert found.total() == LAUNCHES[layer, "Q4_K"], found
+
+
 def test_torchs_attention_is_one_call_and_a_copy() -> None:
     found = launches_of_a_layer("Llama", varlen=True)
     assert found["varlen_attn"] == 1
@@ -62,7 +70,7 @@ def test_views_and_empty_tensors_launch_nothing() -> None:
     assert launches.by_name == {"mul_": 1, "clone": 1, "copy_": 1, "rms_norm": 1, "to": 1}
 
 
-def launches_of_a_step(layer: str, num_layers: int, *, file: str, rows: int, varlen: bool) -> Counter[str]:
+def launches_of_a_step(layer: str, num_layers: int, *, file: str, rows: int, varlen: bool, kv: str) -> Counter[str]:
     """Count the first decode step of a size, which runs what the second one records."""
     launches = Launches()
     kernels = CountedKernels(launches)
@@ -71,9 +79,10 @@ def launches_of_a_step(layer: str, num_layers: int, *, file: str, rows: int, var
         assert return_aux is None
         return launches.whole("varlen_attn", torch.empty_like, query)
 
-    paging = cpu_paging(page_tokens=PAGE, decode=kernels.decode, attend=attend if varlen else None)
-    device = CudaOnHost("bfloat16", paging=paging, step_kernels=kernels.mixer_step, kernels=kernels)
-    backend = TorchBackend(BackendOptions(device="cpu", dtype="bfloat16", threads=1), device=device)
+    decode = partial(kernels.decode, kv=kv)
+    paging = cpu_paging(page_tokens=PAGE, decode=decode, attend=attend if varlen else None)
+    device = CudaOnHost("bfloat16", paging=paging, step_kernels=kernels.mixer_step, kernels=kernels, kv=kv)
+    backend = TorchBackend(BackendOptions(device="cpu", dtype="bfloat16", threads=1, kv=kv), device=device)
     backend.load(
         make_slices([LayerRange(0, num_layers)], num_layers),
         counted_model(layer, num_layers, file=file),
@@ -94,7 +103,9 @@ def _row(index: int, has_state: bool) -> StepRow:
     return replace(row, state=RowState(index, (StateWrite(1, index),)))
 
 
-def launches_of_a_layer(layer: str, *, file: str = "Q4_K", rows: int = 1, varlen: bool = False) -> Counter[str]:
-    few, more = (launches_of_a_step(layer, count, file=file, rows=rows, varlen=varlen) for count in (1, 2))
+def launches_of_a_layer(
+    layer: str, *, file: str = "Q4_K", rows: int = 1, varlen: bool = False, kv: str = ""
+) -> Counter[str]:
+    few, more = (launches_of_a_step(layer, count, file=file, rows=rows, varlen=varlen, kv=kv) for count in (1, 2))
     assert not few - more
     return more - few

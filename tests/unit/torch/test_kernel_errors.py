@@ -25,12 +25,10 @@ class NoLibrary:
     def products(self, form: object) -> object:
         raise KernelsUnavailable(REASON)
 
-    experts = paged = mixer_step = products
+    experts = paged = mixer_step = place_heads = products
 
     def routing(self) -> object:
         raise KernelsUnavailable(REASON)
-
-    place_heads = routing
 
 
 def test_the_cpus_kernels_are_within_their_bounds() -> None:
@@ -56,3 +54,4 @@ def test_every_cuda_kernel_is_told_though_none_can_be_used() -> None:
     names = {each.kernel for each in found}
     assert {f"{kind} {scheme}" for kind in ("product", "experts") for scheme in CHECKED_TYPES} < names
     assert {"choice of experts", "placing of heads", "attention, heads of 576", "one token of gated DeltaNet"} < names
+    assert {"placing of heads, KV in 8bit", "attention, heads of 576, KV in 8bit"} < names

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
@@ -23,7 +25,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E4
 from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
-from tests.support.backends.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
+from tests.support.backends.host_kernels import COMPILER, PLACE, HostModule, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
 from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.backends.torch_twins import Crowd, Twins  # noqa: E402
@@ -110,18 +112,25 @@ def test_with_a_torch_that_reads_no_pages_and_without_kernels_layers_attend_by_t
     assert "without pages and graphs: NVRTC was not found" in caplog.text
 
 
-@settings(max_examples=24, deadline=None)
-@given(case=st.sampled_from(sorted(CASES)), events=events, cut=st.booleans(), seed=st.integers(0, 2**32 - 1))
-def test_sequences_that_come_and_go(case: str, events: list[CrowdEvent], cut: bool, seed: int) -> None:
+@settings(max_examples=30, deadline=None)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    events=events,
+    cut=st.booleans(),
+    kv=st.sampled_from(["", "8bit"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sequences_that_come_and_go(case: str, events: list[CrowdEvent], cut: bool, kv: str, seed: int) -> None:
     """Single rows, windows of speculation and long prompts in turns and together, as without pages."""
-    play_crowd(Twins(CASES[case], cuts=[1] if cut else []), events, seed, prompts=[3, 1, 12])
+    play_crowd(Twins(CASES[case], cuts=[1] if cut else [], kv=kv), events, seed, prompts=[3, 1, 12])
 
 
+@pytest.mark.parametrize("kv", ["", "8bit"])
 @pytest.mark.parametrize("case", CASES)
-def test_decode_steps_replay_with_surplus_rows(case: str) -> None:
+def test_decode_steps_replay_with_surplus_rows(case: str, kv: str) -> None:
     """The second step of a size is recorded. Surplus rows see one key of the spare block."""
     calls = Calls()
-    twins = Twins(CASES[case], decode=calls.kernel)
+    twins = Twins(CASES[case], decode=calls.kernel, kv=kv)
     crowd = Crowd(twins, 1)
     crowd.arrive([9, 11, 10])
     calls.made.clear()
@@ -129,7 +138,7 @@ def test_decode_steps_replay_with_surplus_rows(case: str) -> None:
         crowd.decode(3)
     twins.finish()
     assert [graph.num_replays for graph in twins.graphs] == [3]
-    own_layers = 1 if case == "Gemma 4" else 2
+    own_layers = 1 if case == "Gemma 4" and not kv else 2  # torch's kernel reads no codes
     assert len(calls.made) == 2 * own_layers
     for rows, lengths in calls.made[:own_layers]:
         assert rows == [0, 1, 2, 3]
@@ -173,12 +182,15 @@ def test_a_step_of_single_rows_and_a_long_prompt() -> None:
     assert not twins.graphs
 
 
-def test_without_a_kernel_the_layer_attends_beside_pages(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(_heads: LayerHeads) -> Any:
-        raise KernelsUnavailable("NVRTC was not found")
+@pytest.mark.parametrize("kv", ["", "8bit"])
+def test_without_a_kernel_the_layer_attends_beside_pages(kv: str, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(heads: LayerHeads) -> Any:
+        if heads.head_dim == 264:
+            raise KernelsUnavailable("NVRTC was not found")
+        return reference_decode(heads)
 
     with caplog.at_level(logging.WARNING):
-        twins = Twins(CASES["Gemma 4"], decode=refuse)
+        twins = Twins(CASES["Gemma 4"], decode=refuse, kv=kv)
         crowd = Crowd(twins, 2)
         crowd.arrive([3, 12])
         for _ in range(3):
@@ -192,7 +204,7 @@ def test_without_a_kernel_the_layer_attends_beside_pages(caplog: pytest.LogCaptu
 
 PAGE = 128  # two tiles of keys
 KERNEL_CASES = {
-    "large": with_attention(WINDOWED, LARGE | {"head_dim": 384}),
+    "large": with_attention(WINDOWED | {"head_dim": 64}, LARGE | {"head_dim": 384}),
     "latent": with_attention(
         *[
             LATENT
@@ -202,6 +214,9 @@ KERNEL_CASES = {
         * 2
     ),
     "capped": with_attention(*[CAPPED | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "window": 150}] * 2),
+    "windows in small heads": with_attention(
+        WINDOWED | {"head_dim": 64, "window": 150}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+    ),
     "gpt-oss": with_attention(*[CAPPED | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}] * 2),
 }
 
@@ -213,43 +228,62 @@ class NoMemory:
         raise torch.OutOfMemoryError("no memory for graphs")
 
 
+class HostKernels:
+    """The CUDA sources of attention and of placing heads."""
+
+    def __init__(self, place: HostModule, modules: dict[PagedForm, HostModule]) -> None:
+        self._place = place
+        self._modules = modules
+        self.placed: list[str] = []  # forms of KV
+
+    def decode(self, heads: LayerHeads, kv: str) -> PagedDecode:
+        """Return the kernel of a layer."""
+        form = paged_form(heads, kv)
+        return PagedDecode(self._modules[form], form, multiprocessors=6)
+
+    def place_heads(self, kv: str = "") -> PlaceHeads:
+        """Return the kernel."""
+        self.placed.append(kv)
+        return PlaceHeads(self._place)
+
+
 @pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LayerHeads], PagedDecode]:
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     if COMPILER is None:
         pytest.skip("g++ is not installed")
+    sizes = ((384, 384, 1), (160, 128, 2), (128, 128, 1), (64, 64, 1))
     forms = [
-        PagedForm(head_dim=384, value_dim=384, head_tiles=1),
-        PagedForm(head_dim=160, value_dim=128, head_tiles=2),
-        PagedForm(head_dim=128, value_dim=128, head_tiles=1),
-        PagedForm(head_dim=64, value_dim=64, head_tiles=1),
+        PagedForm(head_dim=key, value_dim=value, head_tiles=tiles, kv=kv)
+        for kv in ("", "8bit")
+        for key, value, tiles in sizes
     ]
-    found = compile_for_host([paged_part(form) for form in forms], tmp_path_factory.mktemp("kernels"))
-    modules: dict[PagedForm, HostModule] = dict(zip(forms, found, strict=True))
-
-    def kernel_of(heads: LayerHeads) -> PagedDecode:
-        form = paged_form(heads)
-        return PagedDecode(modules[form], form, multiprocessors=6)
-
-    return kernel_of
+    place, *found = compile_for_host([PLACE, *map(paged_part, forms)], tmp_path_factory.mktemp("kernels"))
+    return HostKernels(place, dict(zip(forms, found, strict=True)))
 
 
+@pytest.mark.parametrize("kv", ["", "8bit"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
-def test_a_backend_computes_by_the_cuda_source(name: str, host_kernels: Callable[[LayerHeads], PagedDecode]) -> None:
-    """The kernel reads queries and pages where decoder and pool have them."""
-    options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)
-    paging = cpu_paging(page_tokens=PAGE, new_recorder=NoMemory, decode=host_kernels)
+def test_a_backend_computes_by_the_cuda_source(name: str, kv: str, host_kernels: HostKernels) -> None:
+    """The kernels read queries and pages, and write keys and values, where decoder and pool have them."""
+    options = BackendOptions(device="cpu", dtype="bfloat16", threads=1, kv=kv)
+    decode = partial(host_kernels.decode, kv=kv)
+    paging = cpu_paging(page_tokens=PAGE, new_recorder=NoMemory, decode=decode)
     config = KERNEL_CASES[name]
-    paged = TorchBackend(options, device=CudaOnHost("bfloat16", paging=paging))
+    device = CudaOnHost("bfloat16", paging=paging, kernels=cast("Any", host_kernels), kv=kv)
+    paged = TorchBackend(options, device=device)
     backends = [paged, TorchBackend(replace(options, dtype="float32"))]
     for backend in backends:
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE)
+    assert host_kernels.placed[-1] == kv
+    assert list(paged.slow_paths(PAGE)) == []
     tables = [[(3, 1), (1, 1)], [(6, 1)], [(5, 1)]]
     steps = [[(0, 200), (0, 1), (0, 70)], [(200, 1), (1, 1), (70, 1)], [(201, 3), (2, 1), (71, 8)]]
     steps += [[(204, 1), (3, 1), (79, 1)]]
     draw = np.random.default_rng(3)
+    allowed = 0.12 if kv else 0.06  # a CPU's backend in bf16 is as far from float32, and twice as far with codes
     for step in steps:
         rows = [step_row(at, count, *tables[index], sequence=index + 1) for index, (at, count) in enumerate(step)]
         ids = draw.integers(0, 31, sum(count for _, count in step)).astype(np.int32)
         found, exact = (run_step(backend, make_step(rows), ids) for backend in backends)
-        np.testing.assert_allclose(found, exact, rtol=0, atol=0.06 * float(np.abs(exact).max()))
+        np.testing.assert_allclose(found, exact, rtol=0, atol=allowed * float(np.abs(exact).max()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,9 @@ MINICPM = PagedForm(head_dim=288, value_dim=256, head_tiles=2)
 SMALL = PagedForm(head_dim=128, value_dim=128, head_tiles=1)
 NARROW = PagedForm(head_dim=64, value_dim=64, head_tiles=1)
 LATENT = PagedForm(head_dim=160, value_dim=128, head_tiles=2)
-FORMS = (GEMMA_4, DEEPSEEK, MINICPM, SMALL, NARROW, LATENT)
+WIDE = (GEMMA_4, DEEPSEEK, MINICPM, SMALL, NARROW, LATENT)
+FORMS = (*WIDE, *(replace(form, kv="8bit") for form in WIDE))
+CODES = replace(SMALL, kv="8bit")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 Modules = dict[PagedForm, HostModule]
@@ -66,14 +69,22 @@ class TestValues:
         """With one part, some, and as many as there may be."""
         assert worst_decode_error(kernel_of(modules, form, multiprocessors), form, CPU) <= 1
 
+    @pytest.mark.parametrize("form", [SMALL, NARROW, LATENT], ids=["small", "narrow", "latent"])
+    def test_the_check_of_codes_at_load_passes(self, form: PagedForm, modules: Modules) -> None:
+        form = replace(form, kv="8bit")
+        assert worst_decode_error(kernel_of(modules, form, 20), form, CPU) <= 1
+
+    @pytest.mark.parametrize("kv", ["", "8bit"])
     @pytest.mark.parametrize("form", [GEMMA_4, DEEPSEEK, MINICPM], ids=["Gemma 4", "DeepSeek", "MiniCPM"])
-    def test_of_large_heads(self, form: PagedForm, modules: Modules) -> None:
+    def test_of_large_heads(self, form: PagedForm, kv: str, modules: Modules) -> None:
+        form = replace(form, kv=kv)
         heads = random_heads(form, device=CPU, kv_heads=1)
         assert decode_error(kernel_of(modules, form, 20), heads, (70, 129), page_tokens=128, device=CPU) <= 1
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(
         form=st.sampled_from([SMALL, NARROW, LATENT]),
+        kv=st.sampled_from(["", "8bit"]),
         lengths=st.lists(st.one_of(st.integers(0, 300), st.sampled_from([64, 65, 128, 192])), min_size=1, max_size=4),
         group=st.integers(1, 40),
         kv_heads=st.integers(1, 3),
@@ -89,6 +100,7 @@ class TestValues:
         self,
         modules: Modules,
         form: PagedForm,
+        kv: str,
         lengths: list[int],
         page_tokens: int,
         multiprocessors: int,
@@ -96,7 +108,8 @@ class TestValues:
         **heads: Any,
     ) -> None:
         """Rows and pages lie in random order among others that hold no numbers; rows of length 0 stay as they are."""
-        kernel, described = kernel_of(modules, form, multiprocessors), random_heads(form, device=CPU, **heads)
+        kernel = kernel_of(modules, replace(form, kv=kv), multiprocessors)
+        described = random_heads(form, device=CPU, **heads)
         assert decode_error(kernel, described, lengths, page_tokens=page_tokens, device=CPU, seed=seed) <= 1
 
     @pytest.mark.parametrize("sink", [-200.0, 200.0])
@@ -178,13 +191,14 @@ class TestCalls:
     def test_pages_that_reads_would_miss_are_refused(self) -> None:
         kernel = PagedDecode(Launches(), SMALL, multiprocessors=20)
         for pages in (
+            torch.zeros(15, 64, 4, 128, dtype=torch.int8),  # codes, which have another form
             torch.zeros(15, 96, 4, 128),  # a tile of keys would cross pages
             torch.zeros(15, 128, 4, 128)[:, :64],
             torch.zeros(15, 64, 4, 132)[..., :128],
             torch.zeros(15 * 64 * 4 * 128 + 1)[1:].view(15, 64, 4, 128),
         ):
             call = Call()
-            call.pages = pages.bfloat16() if pages.is_contiguous() else pages
+            call.pages = pages.bfloat16() if pages.is_contiguous() and pages.is_floating_point() else pages
             if pages.storage_offset():
                 call.pages = torch.zeros(pages.numel() + 1, dtype=torch.bfloat16)[1:].view_as(pages)
             with pytest.raises(AssertionError):
@@ -273,32 +287,51 @@ MUTANTS = (
 )
 
 
+CODE_MUTANTS = (
+    (" * given.scale * key_scales[side]", " * given.scale"),
+    ("left * value_scales[0]", "left"),
+    ("right * value_scales[1]", "right * value_scales[0]"),
+    ("seen ? widen_half(scales.values[place]) : 0.0f", "widen_half(scales.values[place])"),
+    ("scales.stride + kv_head", "scales.stride"),
+    ("masked_or(bytes, 0x00800080u, 0xC300C300u)", "0xC300C300u"),
+    ("two_bytes(codes.y, 2, codes.y, 3)", "two_bytes(codes.y, 3, codes.y, 2)"),
+    ("two_bytes(a[n / 4], n % 4, b[n / 4], n % 4)", "two_bytes(a[n / 4], n % 4, a[n / 4], n % 4)"),
+)
+
+
 @needs_compiler
-def test_the_check_at_load_refuses_broken_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "mutants"), [(SMALL, MUTANTS), (CODES, CODE_MUTANTS)], ids=["bf16", "8bit"])
+def test_the_check_at_load_refuses_broken_kernels(
+    form: PagedForm, mutants: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
     """Sources with one change each; a missing barrier shows, since blocks run their warps in either order."""
     source = (SOURCES / PAGED_FILES[-1]).read_text(encoding="utf-8")
     folder = tmp_path / "sources"
     folder.mkdir()
     shutil.copy(SOURCES / PAGED_FILES[0], folder)
     parts: list[Part] = []
-    for index, (whole, broken) in enumerate((("", ""), *MUTANTS)):
+    for index, (whole, broken) in enumerate((("", ""), *mutants)):
         assert whole in source, whole
         (folder / f"{index}.cu").write_text(source.replace(whole, broken, 1), encoding="utf-8")
         files = (PAGED_FILES[0], f"{index}.cu")
-        parts.append(Part(files=files, macros=SMALL.macros, functions=PAGED_FUNCTIONS))
-    errors = [_error(module) for module in compile_for_host(parts, tmp_path, folder)]
+        parts.append(Part(files=files, macros=form.macros, functions=PAGED_FUNCTIONS))
+    errors = [_error(module, form) for module in compile_for_host(parts, tmp_path, folder)]
     assert errors[0] <= 1
-    assert [names[0] for names, error in zip(MUTANTS, errors[1:], strict=True) if error <= 1] == []
+    assert [names[0] for names, error in zip(mutants, errors[1:], strict=True) if error <= 1] == []
 
 
-def _error(module: HostModule) -> float:
+def _error(module: HostModule, form: PagedForm) -> float:
     try:
-        return worst_decode_error(PagedDecode(module, SMALL, multiprocessors=100), SMALL, CPU)
+        return worst_decode_error(PagedDecode(module, form, multiprocessors=100), form, CPU)
     except RuntimeError:  # threads diverge
         return np.inf
 
 
-@pytest.mark.parametrize(("architecture", "form"), [(80, GEMMA_4), (90, DEEPSEEK), (120, GLM)], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [(80, GEMMA_4), (90, DEEPSEEK), (120, GLM), (80, CODES), (89, CODES), (90, CODES), (120, CODES)],
+    ids=str,
+)
 def test_compile_without_a_gpu(architecture: int, form: PagedForm) -> None:
     nvrtc = nvrtc_for(architecture)
     source = kernel_source(PAGED_FILES)

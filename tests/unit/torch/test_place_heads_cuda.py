@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -19,6 +21,7 @@ from edgepipe_torch.cuda.step_ops import CudaOps, make_ops  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import layer_heads  # noqa: E402
 from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
+from edgepipe_torch.layers.kv_codes import EightBits  # noqa: E402
 from edgepipe_torch.layers.step_ops import HeadNorms, TorchOps  # noqa: E402
 
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
@@ -42,9 +45,38 @@ def test_heads_round_once(case: PlacedCase, kernel: PlaceHeads) -> None:
     assert place_error(kernel, case, CPU) <= 1
 
 
-def test_many_rows(kernel: PlaceHeads) -> None:
+@pytest.mark.parametrize("kv", ["", "8bit"])
+def test_many_rows(kv: str, kernel: PlaceHeads) -> None:
     case = PlacedCase(rows=10, heads=7, kv_heads=1, dim=128, turned=64, normalised=(True, True, False))
-    assert place_error(kernel, case, CPU) <= 1
+    assert place_error(kernel, case, CPU, kv=kv) <= 1
+
+
+def test_the_check_of_codes_at_load_passes(kernel: PlaceHeads) -> None:
+    assert worst_place_error(kernel, CPU, kv="8bit") <= 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, 3e38])
+def test_a_head_beyond_the_scales_is_no_number_and_no_other(bad: float, kernel: PlaceHeads) -> None:
+    parts = torch.ones(2, 3, 8, dtype=torch.bfloat16)
+    parts[1, 1, 5] = bad
+    codes, scales = torch.zeros(2, 2, 8, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.float16)
+    how = {"num_heads": 1, "num_kv_heads": 1, "norms": HeadNorms(), "eps": 0.0}
+    kernel(parts, None, torch.tensor([0, 1]), codes, scales, **how)
+    assert scales.isnan().tolist() == [[False, False], [True, False]]
+    assert torch.equal(codes[0], codes[1, 1].expand(2, 8))
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.floats(-6e4, 6e4, width=16), min_size=8, max_size=8))
+def test_codes_are_those_of_torchs_operations(values: list[float], kernel: PlaceHeads) -> None:
+    """Zeros and the smallest float16 among them."""
+    parts = torch.tensor(values).bfloat16().expand(1, 3, 8).contiguous()
+    codes, scales = torch.zeros(1, 2, 8, dtype=torch.int8), torch.zeros(1, 2, dtype=torch.float16)
+    how = {"num_heads": 1, "num_kv_heads": 1, "norms": HeadNorms(), "eps": 0.0}
+    kernel(parts, None, torch.tensor([0]), codes, scales, **how)
+    expected = EightBits(8).encode(parts[:, 1:])
+    assert torch.equal(scales, expected.scales)
+    assert torch.equal(codes, expected.codes)
 
 
 MUTANTS = (
@@ -57,10 +89,22 @@ MUTANTS = (
     ("apart = 16; apart;", "apart = 8; apart;"),
     ("if (is_query && !norm && !turned) return;", "if (is_query && !turned) return;"),
 )
+CODE_MUTANTS = (
+    ("* given.scale_factor + given.least_scale", "+ given.least_scale"),
+    ("apart < 32; apart *= 2", "apart < 16; apart *= 2"),
+    ("float_as_bits(found.second) & 0x7FFFFFFFu", "float_as_bits(found.first) & 0x7FFFFFFFu"),
+    ("static_cast<int>(rintf(found.second / scale))", "static_cast<int>(found.second / scale)"),
+    ("(first & 0xFF) |", "first |"),
+    ("if (lane == 0) given.scales[vector] = bits;", "if (lane == 0) given.scales[row] = bits;"),
+    ("static_cast<u16 *>(given.pool) + vector * pairs", "static_cast<u16 *>(given.pool) + row * pairs"),
+)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
-def test_the_check_at_load_refuses_broken_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv", "mutants"), [("", MUTANTS), ("8bit", CODE_MUTANTS)], ids=["bf16", "8bit"])
+def test_the_check_at_load_refuses_broken_kernels(
+    kv: str, mutants: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
     folder = tmp_path / "sources"
     folder.mkdir()
     *shared, own = PLACE_FILES
@@ -68,13 +112,14 @@ def test_the_check_at_load_refuses_broken_kernels(tmp_path: Path) -> None:
     for each in shared:
         shutil.copy(SOURCES / each, folder)
     parts: list[Part] = []
-    for index, (whole, broken) in enumerate(MUTANTS):
+    for index, (whole, broken) in enumerate(mutants):
         assert source.count(whole) == 1, whole
         (folder / f"mutant_{index}.cu").write_text(source.replace(whole, broken), encoding="utf-8")
         parts.append(Part(files=(*shared, f"mutant_{index}.cu"), macros={}, functions=PLACE.functions))
     modules = compile_for_host(parts, tmp_path, folder)
     errors = {
-        whole: worst_place_error(PlaceHeads(each), CPU) for (whole, _), each in zip(MUTANTS, modules, strict=True)
+        whole: worst_place_error(PlaceHeads(each), CPU, kv=kv)
+        for (whole, _), each in zip(mutants, modules, strict=True)
     }
     assert [whole for whole, error in errors.items() if error <= 1] == []
 
@@ -119,7 +164,7 @@ def test_other_kinds_of_norm_are_torchs(kernel: PlaceHeads) -> None:
 
 def test_without_the_kernel_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Without:
-        def place_heads(self) -> PlaceHeads:
+        def place_heads(self, kv: str = "") -> PlaceHeads:
             raise KernelsUnavailable("NVRTC was not found")
 
     assert type(make_ops(CONFIG, Without(), CPU, torch.bfloat16)) is TorchOps

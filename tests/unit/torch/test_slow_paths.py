@@ -32,8 +32,9 @@ MIXED = replace(
 )
 
 
-def slow_paths(config: ModelConfig, paging: Paging | None, *, block_size: int = 4) -> list[SlowPath]:
-    backend = TorchBackend(BackendOptions(device="cpu", dtype="float32", threads=1), device=CudaOnHost(paging=paging))
+def slow_paths(config: ModelConfig, paging: Paging | None, *, block_size: int = 4, kv: str = "") -> list[SlowPath]:
+    options = BackendOptions(device="cpu", dtype="float32", threads=1, kv=kv)
+    backend = TorchBackend(options, device=CudaOnHost(paging=paging, kv=kv))
     assert isinstance(backend, ExplainingBackend)
     backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
     return list(backend.slow_paths(block_size))
@@ -75,17 +76,23 @@ def test_experts_that_wait_for_the_device_take_graphs_alone() -> None:
     assert found.what == "decode steps run without CUDA graphs"
 
 
-def test_kv_as_codes_has_neither() -> None:
-    device = CudaDevice(
-        torch.device("cpu"),
-        torch.bfloat16,
-        packed_kv=True,
-        paging=cpu_paging(page_tokens=4),
-        transfer=CopyingTransfer(),
-    )
+def test_kv_in_8_bits_has_both() -> None:
+    assert slow_paths(PLAIN, cpu_paging(page_tokens=4), kv="8bit") == []
+
+
+def test_kv_in_8_bits_without_own_kernels() -> None:
+    """torch's kernel over pages would read heads of this size, but no codes."""
+    (found,) = slow_paths(PLAIN, cpu_paging(page_tokens=4, decode=refuse), kv="8bit")
+    assert found.what == "attention runs sequence by sequence, and decode steps without CUDA graphs"
+    assert (found.reason, found.remedy) == ("NVRTC was not found", "pip install it")
+
+
+def test_kv_in_4_bits_has_neither() -> None:
+    paging = cpu_paging(page_tokens=4)
+    device = CudaDevice(torch.device("cpu"), torch.bfloat16, kv="4bit", paging=paging, transfer=CopyingTransfer())
     (found,) = device.slow_paths([], 4)
-    assert found.reason == "own kernels read no KV as codes"
-    assert "without --kv" in found.remedy
+    assert found.reason == "own kernels read no KV in 4bit"
+    assert found.remedy == "serve the model with --kv 8bit"
     assert not device.pads_steps(4)
 
 

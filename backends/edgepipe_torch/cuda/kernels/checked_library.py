@@ -90,9 +90,9 @@ class CheckedLibrary:
         """Return attention over pages. See ``products``."""
         return self._paged.get(form)
 
-    def place_heads(self) -> PlaceHeads:
-        """Return what normalises, rotates and writes heads. See ``products``."""
-        return self._place.get(None)
+    def place_heads(self, kv: str = "") -> PlaceHeads:
+        """Return what normalises, rotates and writes heads. See ``products``, and ``PlaceLibrary`` for ``kv``."""
+        return self._place.get(kv)
 
     def mixer_step(self, form: StepForm) -> MixerStep:
         """Return what computes one token of recurrent layers. See ``products``."""
@@ -137,9 +137,9 @@ class CheckedLibrary:
             lambda kernel: worst_decode_error(kernel, form, self._device),
         )
 
-    def _load_place(self, _key: None) -> PlaceHeads:
+    def _load_place(self, kv: str) -> PlaceHeads:
         return self._load(
-            PLACE_FILES, {}, PLACE_FUNCTIONS, PlaceHeads, lambda kernel: worst_place_error(kernel, self._device)
+            PLACE_FILES, {}, PLACE_FUNCTIONS, PlaceHeads, lambda kernel: worst_place_error(kernel, self._device, kv=kv)
         )
 
     def _load_mixer_step(self, form: StepForm) -> MixerStep:

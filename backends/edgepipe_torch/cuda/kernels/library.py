@@ -36,8 +36,11 @@ class KernelLibrary(Protocol):
 class PlaceLibrary(Protocol):
     """Source of the kernel that places heads."""
 
-    def place_heads(self) -> PlaceHeads:
-        """Return the kernel. The first call may take seconds. Raises KernelsUnavailable."""
+    def place_heads(self, kv: str = "") -> PlaceHeads:
+        """Return the kernel, for KV of a form with own kernels, or in bf16 where that is empty.
+
+        The first call may take seconds. Raises KernelsUnavailable.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv_codes import Codes, codes_of
 
 _BF16_ROUNDING = 2.0**-8  # rounding of the result, and of each weight
 
@@ -83,10 +84,10 @@ def decode_error(
     """
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(lengths) + 2)[: len(lengths)]  # places among the packed rows
-    tables, pool = _random_pool(heads, lengths, page_tokens, rng)
+    tables, pool = _random_pool(heads, lengths, page_tokens, rng, kv=kernel.form.kv)
     queries = _bf16(rng.standard_normal((len(lengths) + 2, heads.num_heads + 1, heads.head_dim), np.float32))
-    placed = pool.to(device)
-    keys, values = _parted(placed, heads)
+    placed = Codes(*(part.to(device) for part in pool)) if isinstance(pool, Codes) else pool.to(device)
+    keys, values = parted(placed, heads)
     out = torch.full((len(lengths) + 2, heads.num_heads, heads.out_dim), 7.0, dtype=torch.bfloat16, device=device)
     kernel(
         heads,
@@ -99,9 +100,10 @@ def decode_error(
         tables=torch.from_numpy(tables).to(device),
     )
     found, worst = out.double().cpu().numpy(), 0.0
-    all_keys, all_values = (part.double().numpy() for part in _parted(pool, heads))
+    all_keys, all_values = (_exact(part) for part in parted(pool, heads))
     for row, length, table in zip(rows, lengths, tables, strict=True):
         own = [part[table].reshape(-1, *part.shape[2:])[:length] for part in (all_keys, all_values)]
+        own[1] = own[1][..., : heads.out_dim]
         expected, bound = _expected(heads, queries[row, :-1].double().numpy(), *own)
         error = np.abs(found[row] - expected) / bound
         worst = max(worst, float(np.max(np.where(np.isnan(error), np.inf, error))))
@@ -110,9 +112,12 @@ def decode_error(
 
 
 def _random_pool(
-    heads: LayerHeads, lengths: Sequence[int], page_tokens: int, rng: np.random.Generator
-) -> tuple[npt.NDArray[np.int32], Tensor]:
-    """Return tables [R, P] and pages [pages, tokens, entries, D] bf16, of which some belong to no row."""
+    heads: LayerHeads, lengths: Sequence[int], page_tokens: int, rng: np.random.Generator, *, kv: str
+) -> tuple[npt.NDArray[np.int32], Tensor | Codes]:
+    """Return tables [R, P] and pages [pages, tokens, entries, D] bf16, of which some belong to no row.
+
+    ``kv``: a form, of which they are the codes. Scales then differ from vector to vector.
+    """
     counts = [-(-length // page_tokens) for length in lengths]
     places = rng.permutation(sum(counts) + 2)
     tables = np.full((len(lengths), max(counts)), places[-1], np.int32)
@@ -124,15 +129,31 @@ def _random_pool(
             size = min(page_tokens, length - index * page_tokens)
             pool[page, :size] = rng.standard_normal((size, heads.entries, heads.head_dim), np.float32)
         at += count
-    return tables, _bf16(pool)
+    if not kv:
+        return tables, _bf16(pool)
+    pool *= rng.uniform(0.25, 1.5, (*pool.shape[:3], 1)).astype(np.float32)
+    return tables, codes_of(kv, heads.head_dim, heads.value_width).encode(torch.from_numpy(pool))
 
 
-def _parted(pages: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor]:
-    """Return views of the keys and the values in pages [pages, tokens, entries, D]."""
+def parted(pages: Tensor | Codes, heads: LayerHeads) -> tuple[Tensor | Codes, Tensor | Codes]:
+    """Return views of the keys and the values in pages [pages, tokens, entries, D].
+
+    Values that are a part of their keys may have further numbers behind them.
+    """
     if heads.value_width:
-        return pages, pages[..., : heads.value_width]
+        return pages, pages
+    if isinstance(pages, Codes):
+        codes, scales = (part.split(heads.num_kv_heads, dim=2) for part in pages)
+        return Codes(codes[0], scales[0]), Codes(codes[1], scales[1])
     keys, values = pages.split(heads.num_kv_heads, dim=2)
     return keys, values
+
+
+def _exact(part: Tensor | Codes) -> npt.NDArray[np.float64]:
+    """Return what keys or values are."""
+    if isinstance(part, Codes):
+        return part.codes.double().numpy() * part.scales.double().numpy()[..., None]
+    return part.double().numpy()
 
 
 def _expected(

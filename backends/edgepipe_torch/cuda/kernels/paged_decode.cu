@@ -4,6 +4,9 @@
 // capped logits; and all heads where torch's kernel reads no pages. HEAD_DIM is a multiple of 32, VALUE_DIM is 64 or a
 // multiple of 128, a page's tokens are a multiple of TILE_KEYS.
 //
+// KV_BITS is 16 for bf16, or 8 for int8 codes with a float16 scale for each key and each value. Codes become bf16 without
+// rounding. A key's scale multiplies its logits, a value's scale its weights.
+//
 // A block takes a part of a row's keys, and up to HEADS query heads of one kv head. For each tile of keys,
 //   1. warp w multiplies all heads with keys 8w to 8w + 7, and shares each head's highest logit,
 //   2. it turns its logits to weights, which go to shared memory in bf16,
@@ -16,12 +19,18 @@
 #define QUERY_PITCH (HEAD_DIM % 64 ? HEAD_DIM : HEAD_DIM + 32)  // rows of odd multiples of 64 bytes: see ``logits_of``
 #define WEIGHT_PITCH (TILE_KEYS + 16)
 #define LANE_DIMS (VALUE_DIM / WARPS / 8)  // numbers of a value that a lane reads
-#define LANE_WORDS ((LANE_DIMS + 1) / 2)   // words that hold them
+#define LANE_WORDS ((LANE_DIMS * KV_BITS + 31) / 32)  // words that hold them
+
+#if KV_BITS == 8
+typedef u8 Kept;
+#else
+typedef u16 Kept;
+#endif
 
 struct Sequences {
     const u16 *queries;  // [.., heads, HEAD_DIM], ``query_stride`` from row to row
-    const u16 *keys;     // [pages, page_tokens, kv heads, HEAD_DIM], ``token_stride`` from token to token
-    const u16 *values;   // [pages, page_tokens, kv heads, VALUE_DIM], strides as those of keys
+    const Kept *keys;    // [pages, page_tokens, kv heads, HEAD_DIM], ``token_stride`` from token to token
+    const Kept *values;  // [pages, page_tokens, kv heads, VALUE_DIM], strides as those of keys
     const int *rows;     // [R] places in queries and out
     const int *lengths;  // [R] keys up to each row's own; 0: the row is left alone
     const int *tables;   // [R, table_width] pages
@@ -42,6 +51,13 @@ struct Sequences {
     float softcap;  // 0: none
 };
 
+// Of codes. They are apart from ``Sequences``, with which large heads in bf16 would take more registers than there are.
+struct Scales {
+    const u16 *keys;    // [pages, page_tokens, kv heads], ``stride`` from token to token
+    const u16 *values;  // as keys
+    int stride;
+};
+
 // The keys [low, high) that a row sees, and the tiles [first, end) that a part takes of them.
 struct Part {
     int low;
@@ -59,21 +75,52 @@ DEVICE Part part_of(const Sequences &given, int row, int part) {
     return {low, high, first, first + each < end ? first + each : end};
 }
 
-template <int WORDS>
-DEVICE void load_words(u32 (&to)[WORDS], const u16 *from) {
-    if constexpr (WORDS % 4 == 0) {
-        for (int word = 0; word < WORDS; word += 4) {
+// Two codes, the lower bytes of a word's halves, as bf16: 128 and seven bits, less 128 or, of negative codes, 256.
+DEVICE u32 codes_as_bf16(u32 bytes) {
+    const u32 raised = masked_or(bytes, 0x007F007Fu, 0x43004300u), taken = masked_or(bytes, 0x00800080u, 0xC300C300u);
+    return fma_bf16_pair(raised, 0x3F803F80u, taken);
+}
+
+// The LANE_DIMS numbers of a value from an address that is a multiple of their size, or of its largest power of two.
+DEVICE void load_numbers(u32 (&to)[LANE_WORDS], const Kept *from) {
+    constexpr int bytes = LANE_DIMS * KV_BITS / 8;
+    if constexpr (bytes % 16 == 0) {
+        for (int word = 0; word < LANE_WORDS; word += 4) {
             const uint4 found = reinterpret_cast<const uint4 *>(from)[word / 4];
             to[word] = found.x, to[word + 1] = found.y, to[word + 2] = found.z, to[word + 3] = found.w;
         }
-    } else if constexpr (WORDS % 2 == 0) {
-        for (int word = 0; word < WORDS; word += 2) {
+    } else if constexpr (bytes % 8 == 0) {
+        for (int word = 0; word < LANE_WORDS; word += 2) {
             const uint2 found = reinterpret_cast<const uint2 *>(from)[word / 2];
             to[word] = found.x, to[word + 1] = found.y;
         }
+    } else if constexpr (bytes % 4 == 0) {
+        for (int word = 0; word < LANE_WORDS; word++) to[word] = reinterpret_cast<const u32 *>(from)[word];
+    } else if constexpr (bytes % 2 == 0) {
+        for (int word = 0; word < LANE_WORDS; word++) to[word] = 0;
+        for (int half = 0; half < bytes / 2; half++)
+            to[half / 2] |= static_cast<u32>(reinterpret_cast<const u16 *>(from)[half]) << 16 * (half % 2);
     } else {
-        for (int word = 0; word < WORDS; word++) to[word] = reinterpret_cast<const u32 *>(from)[word];
+        to[0] = from[0];
     }
+}
+
+// Number n of two keys' values, side by side in bf16.
+DEVICE u32 numbers_of(const u32 (&a)[LANE_WORDS], const u32 (&b)[LANE_WORDS], int n) {
+    if constexpr (KV_BITS == 8) return codes_as_bf16(two_bytes(a[n / 4], n % 4, b[n / 4], n % 4));
+    if (n % 2) return a[n / 2] >> 16 | (b[n / 2] & 0xFFFF0000u);
+    return (a[n / 2] & 0xFFFFu) | b[n / 2] << 16;
+}
+
+// Eight numbers of a key in bf16.
+DEVICE uint4 key_numbers(const Kept *from) {
+    if constexpr (KV_BITS == 8) {
+        const uint2 codes = *reinterpret_cast<const uint2 *>(from);
+        return make_uint4(
+            codes_as_bf16(two_bytes(codes.x, 0, codes.x, 1)), codes_as_bf16(two_bytes(codes.x, 2, codes.x, 3)),
+            codes_as_bf16(two_bytes(codes.y, 0, codes.y, 1)), codes_as_bf16(two_bytes(codes.y, 2, codes.y, 3)));
+    }
+    return *reinterpret_cast<const uint4 *>(from);
 }
 
 DEVICE float greater(float one, float other) { return one > other ? one : other; }
@@ -81,12 +128,12 @@ DEVICE float greater(float one, float other) { return one > other ? one : other;
 // A lane's logits of a tile: [..][0..1] of head g of 16, [..][2..3] of head g + 8, for its warp's keys 2t and 2t + 1.
 // Lane (g, t) reads dimensions 8t to 8t + 7 of each 32 of key g. Rows of queries an odd multiple of 64 bytes apart keep
 // the reads of two heads in different banks.
-DEVICE void logits_of(float (&logits)[HEAD_TILES][4], const u16 *key, const u16 *queries, int g, int t) {
+DEVICE void logits_of(float (&logits)[HEAD_TILES][4], const Kept *key, const u16 *queries, int g, int t) {
     for (int tile = 0; tile < HEAD_TILES; tile++)
         for (int each = 0; each < 4; each++) logits[tile][each] = 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < HEAD_DIM; chunk += 32) {
-        const uint4 own = *reinterpret_cast<const uint4 *>(key + chunk + 8 * t);
+        const uint4 own = key_numbers(key + chunk + 8 * t);
 #pragma unroll
         for (int tile = 0; tile < HEAD_TILES; tile++) {
             const u16 *from = queries + (16 * tile + g) * QUERY_PITCH + chunk + 8 * t;
@@ -102,7 +149,7 @@ DEVICE void logits_of(float (&logits)[HEAD_TILES][4], const u16 *key, const u16 
 // of the dimensions of lanes (2t, ..) and (2t + 1, ..). Lane (g, t) reads LANE_DIMS numbers of keys 4t to 4t + 3 of each
 // 16. Keys outside [low, high), counted from the tile's first, may hold anything.
 DEVICE void add_values(
-    float (&sums)[HEAD_TILES][LANE_DIMS][4], const u16 *values, u64 stride, const u16 *weights, int low, int high, int g,
+    float (&sums)[HEAD_TILES][LANE_DIMS][4], const Kept *values, u64 stride, const u16 *weights, int low, int high, int g,
     int t) {
 #pragma unroll
     for (int chunk = 0; chunk < TILE_KEYS; chunk += 16) {
@@ -112,10 +159,8 @@ DEVICE void add_values(
             const int key = chunk + 4 * t + each;
             if (key < low || key >= high) {
                 for (int word = 0; word < LANE_WORDS; word++) words[each][word] = 0;
-            } else if constexpr (LANE_DIMS == 1) {
-                words[each][0] = values[key * stride];
             } else {
-                load_words(words[each], values + key * stride);
+                load_numbers(words[each], values + key * stride);
             }
         }
 #pragma unroll
@@ -125,19 +170,15 @@ DEVICE void add_values(
             const uint2 lower = *reinterpret_cast<const uint2 *>(from + 8 * WEIGHT_PITCH);
             const u32 own[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
-            for (int word = 0; word < LANE_WORDS; word++) {
-                const u32 a = words[0][word], b = words[1][word], c = words[2][word], d = words[3][word];
-                multiply_tiles(sums[tile][2 * word], own, (a & 0xFFFFu) | b << 16, (c & 0xFFFFu) | d << 16);
-                if constexpr (LANE_DIMS > 1)
-                    multiply_tiles(
-                        sums[tile][2 * word + 1], own, a >> 16 | (b & 0xFFFF0000u), c >> 16 | (d & 0xFFFF0000u));
-            }
+            for (int n = 0; n < LANE_DIMS; n++)
+                multiply_tiles(
+                    sums[tile][n], own, numbers_of(words[0], words[1], n), numbers_of(words[2], words[3], n));
         }
     }
 }
 
 // Block: ((row * kv_heads + kv head) * parts + part) * head_blocks + which HEADS of the kv head's query heads.
-KERNEL(attend_parts)(Sequences given, int head_blocks) {
+KERNEL(attend_parts)(Sequences given, int head_blocks, Scales scales) {
     SHARED_MEMORY(shared);
     u16 *queries = reinterpret_cast<u16 *>(shared);     // [HEADS, QUERY_PITCH]
     u16 *weights = queries + HEADS * QUERY_PITCH;       // [HEADS, WEIGHT_PITCH]
@@ -168,6 +209,16 @@ KERNEL(attend_parts)(Sequences given, int head_blocks) {
         const int page = given.tables[row * given.table_width + at / given.page_tokens];
         const u64 start = (static_cast<u64>(page) * given.page_tokens + at % given.page_tokens) * given.token_stride +
                           kv_head * HEAD_DIM;
+        float key_scales[2] = {1.0f, 1.0f}, value_scales[2] = {1.0f, 1.0f};
+        if constexpr (KV_BITS == 8)
+            for (int side = 0; side < 2; side++) {
+                const int key = 8 * warp + 2 * t + side;
+                const u64 slot = static_cast<u64>(page) * given.page_tokens + at % given.page_tokens + key;
+                const u64 place = slot * scales.stride + kv_head;
+                key_scales[side] = widen_half(scales.keys[place]);
+                const bool seen = at + key >= own.low && at + key < own.high;
+                value_scales[side] = seen ? widen_half(scales.values[place]) : 0.0f;
+            }
         float logits[HEAD_TILES][4];
         logits_of(
             logits, given.keys + start + static_cast<u64>(8 * warp + g) * given.token_stride, queries, g, t);
@@ -177,7 +228,7 @@ KERNEL(attend_parts)(Sequences given, int head_blocks) {
             for (int half = 0; half < 2; half++) {
                 for (int side = 0; side < 2; side++) {
                     const int key = at + 8 * warp + 2 * t + side;
-                    float logit = logits[tile][2 * half + side] * given.scale;
+                    float logit = logits[tile][2 * half + side] * given.scale * key_scales[side];
                     if (given.softcap > 0.0f) logit = given.softcap * tanhf(logit / given.softcap);
                     logits[tile][2 * half + side] =
                         key >= own.low && key < own.high ? logit : bits_as_float(0xFF800000u);
@@ -204,7 +255,8 @@ KERNEL(attend_parts)(Sequences given, int head_blocks) {
                     sums[tile][n][2 * half + 1] *= kept;
                 }
                 *reinterpret_cast<u32 *>(weights + head * WEIGHT_PITCH + 8 * warp + 2 * t) =
-                    float_as_bf16(left) | static_cast<u32>(float_as_bf16(right)) << 16;
+                    float_as_bf16(left * value_scales[0]) |
+                    static_cast<u32>(float_as_bf16(right * value_scales[1])) << 16;
             }
         synchronise();
         add_values(

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from edgepipe.spec.kv_forms import KV_8BIT, pages_fit
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, Module
 from edgepipe_torch.cuda.kernels.products import WARPS
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv_codes import Codes
 
 TILE_KEYS = 64
 
 _HEAD_TILES = (1, 2, 4)  # sizes in tiles of 16 heads of a block
 _MOST_PARTS = 256
 _ALIGNED_BYTES, _ALIGNED_NUMBERS = 16, 8  # alignment of one read, which takes 8 numbers of bf16
+_BITS = {"": 16, KV_8BIT: 8}  # of a number, by the form of KV
+_TYPES = {"": torch.bfloat16, KV_8BIT: torch.int8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class PagedForm:
     head_dim: int  # D
     value_dim: int  # V
     head_tiles: int  # a block has 16 times as many heads
+    kv: str = ""  # form of the KV, of those with own kernels; empty: bf16
 
     @property
     def macros(self) -> dict[str, str]:
@@ -38,6 +43,7 @@ class PagedForm:
             "HEAD_DIM": str(self.head_dim),
             "VALUE_DIM": str(self.value_dim),
             "HEAD_TILES": str(self.head_tiles),
+            "KV_BITS": str(_BITS[self.kv]),
         }
 
     @property
@@ -52,14 +58,16 @@ class PagedForm:
         return self.block_heads * (2 * pitch + 2 * (TILE_KEYS + 16) + 4 * WARPS)
 
 
-def paged_form(heads: LayerHeads) -> PagedForm:
-    """Return what to compile for a layer's heads. Raises KernelsUnavailable."""
-    if heads.head_dim % 32 or (heads.out_dim % 128 and heads.out_dim != 64):
+def paged_form(heads: LayerHeads, kv: str = "") -> PagedForm:
+    """Return what to compile for a layer's heads. ``kv``: see ``PagedForm``. Raises KernelsUnavailable."""
+    if not pages_fit(heads.head_dim, heads.out_dim):
         raise KernelsUnavailable(
             f"own kernels need keys with multiples of 32 numbers and values of 64 or multiples of 128,"
             f" not {heads.head_dim} and {heads.out_dim}"
         )
-    forms = [PagedForm(head_dim=heads.head_dim, value_dim=heads.out_dim, head_tiles=tiles) for tiles in _HEAD_TILES]
+    forms = [
+        PagedForm(head_dim=heads.head_dim, value_dim=heads.out_dim, head_tiles=tiles, kv=kv) for tiles in _HEAD_TILES
+    ]
     fitting = [form for form in forms if form.shared_bytes <= SHARED_BYTES]
     if not fitting:
         raise KernelsUnavailable(f"own kernels need keys that fit shared memory, not of {heads.head_dim} numbers")
@@ -72,19 +80,19 @@ class PagedDecode:
 
     def __init__(self, module: Module, form: PagedForm, *, multiprocessors: int) -> None:
         self._module = module
-        self._form = form
+        self.form = form
         self._multiprocessors = multiprocessors
 
     def as_on(self, *, multiprocessors: int) -> PagedDecode:
         """Return the same kernels, with as many blocks as a device of another size gets."""
-        return PagedDecode(self._module, self._form, multiprocessors=multiprocessors)
+        return PagedDecode(self._module, self.form, multiprocessors=multiprocessors)
 
     def __call__(
         self,
         heads: LayerHeads,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Codes,
+        values: Tensor | Codes,
         out: Tensor,
         *,
         rows: Tensor,
@@ -92,20 +100,28 @@ class PagedDecode:
         tables: Tensor,
     ) -> None:
         """Attend. Sizes alone decide the launches, so that a graph may hold them; pages have multiples of 64 tokens."""
+        keys, key_scales = _parts(keys)
+        values, value_scales = _parts(values)
+        assert keys.dtype == values.dtype == _TYPES[self.form.kv]
         assert keys.shape[1] % TILE_KEYS == 0
         assert values.stride() == keys.stride() == _page_strides(keys)
         assert not any(part.data_ptr() % _ALIGNED_BYTES or part.stride(1) % _ALIGNED_NUMBERS for part in (keys, values))
+        scales = _Scales()
+        if key_scales is not None and value_scales is not None:
+            stride = key_scales.stride(1)
+            assert value_scales.stride() == key_scales.stride() == (keys.shape[1] * stride, stride, 1)
+            scales = _Scales(keys=key_scales.data_ptr(), values=value_scales.data_ptr(), stride=stride)
         assert out.stride()[1:] == (heads.out_dim, 1)
         if not _reads_whole_pieces(queries):
             queries = queries.clone(memory_format=torch.contiguous_format)
-        count, head_blocks = rows.shape[0], -(-heads.num_heads // heads.num_kv_heads // self._form.block_heads)
+        count, head_blocks = rows.shape[0], -(-heads.num_heads // heads.num_kv_heads // self.form.block_heads)
         blocks = count * heads.num_kv_heads * head_blocks
         most_keys = tables.shape[1] * keys.shape[1]
         if heads.window:
             most_keys = min(most_keys, heads.window + TILE_KEYS)  # a window may begin within a tile
-        parts = part_count(self._form, blocks, most_keys, self._multiprocessors)
+        parts = part_count(self.form, blocks, most_keys, self._multiprocessors)
         places = count * heads.num_heads * parts if parts > 1 else 0
-        sums = torch.empty(places, self._form.value_dim, dtype=torch.float32, device=out.device)
+        sums = torch.empty(places, self.form.value_dim, dtype=torch.float32, device=out.device)
         totals = torch.empty(places, 2, dtype=torch.float32, device=out.device)
         given = _Sequences(
             queries=queries.data_ptr(),
@@ -133,13 +149,18 @@ class PagedDecode:
         self._module.launch(
             "attend_parts",
             blocks=blocks * parts,
-            shared_bytes=self._form.shared_bytes,
-            arguments=(given, ctypes.c_int(head_blocks)),
+            shared_bytes=self.form.shared_bytes,
+            arguments=(given, ctypes.c_int(head_blocks), scales),
         )
         if parts > 1:
             self._module.launch(
                 "merge_parts", blocks=count * heads.num_heads, shared_bytes=4 * parts, arguments=(given,)
             )
+
+
+def _parts(kept: Tensor | Codes) -> tuple[Tensor, Tensor | None]:
+    """Return numbers, and their scales if they are codes."""
+    return (kept.codes, kept.scales) if isinstance(kept, Codes) else (kept, None)
 
 
 def _page_strides(keys: Tensor) -> tuple[int, ...]:
@@ -199,3 +220,9 @@ class _Sequences(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
+
+
+class _Scales(ctypes.Structure):
+    """``Scales`` of paged_decode.cu."""
+
+    _fields_ = (("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("stride", ctypes.c_int))

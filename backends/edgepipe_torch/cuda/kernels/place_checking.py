@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads
+from edgepipe_torch.layers.kv_codes import LEAST_SCALE, SCALE_FACTOR
 from edgepipe_torch.layers.step_ops import HeadNorms
 
 _BF16_ROUNDING = 2.0**-8  # rounding of a value
+_HALF_ROUNDING = 2.0**-11  # of a scale in float16
 _FLOAT32_SUMS = 2.0**-18  # tolerance relative to the largest value of a head
 _EPS = 0.25  # large enough to matter
 _SLOTS = 11
+_UNTOUCHED = -128  # no code
 
 Values = npt.NDArray[np.float64]
 
@@ -47,13 +50,18 @@ CASES = (
 )
 
 
-def worst_place_error(kernel: PlaceHeads, device: torch.device, cases: Sequence[PlacedCase] = CASES) -> float:
-    """Return the largest error of placed heads, in units of its bound; NaN counts as infinite."""
-    return max(place_error(kernel, case, device) for case in cases)
+def worst_place_error(
+    kernel: PlaceHeads, device: torch.device, cases: Sequence[PlacedCase] = CASES, *, kv: str = ""
+) -> float:
+    """Return the largest error of placed heads, in units of its bound; NaN counts as infinite.
+
+    ``kv``: form of the pool's KV, of those with own kernels; empty: bf16.
+    """
+    return max(place_error(kernel, case, device, kv=kv) for case in cases)
 
 
-def place_error(kernel: PlaceHeads, case: PlacedCase, device: torch.device) -> float:
-    """Return the largest error of a case in units of its bound: one rounding to bf16, and float32 sums.
+def place_error(kernel: PlaceHeads, case: PlacedCase, device: torch.device, *, kv: str = "") -> float:
+    """Return the largest error of a case in units of its bound: one rounding, and float32 sums.
 
     Numbers beside the heads and slots of no row must stay as they are.
     """
@@ -62,6 +70,8 @@ def place_error(kernel: PlaceHeads, case: PlacedCase, device: torch.device) -> f
     width = (case.heads + entries) * case.dim
     made = torch.full((case.rows, width + 16), float("nan"))
     made[:, 8 : width + 8] = torch.randn(case.rows, width, generator=draw) * 3
+    vectors = made[:, 8 : width + 8].unflatten(1, (-1, case.dim))
+    vectors *= torch.rand(case.rows, case.heads + entries, 1, generator=draw) * 2 + 0.1  # scales differ
     buffer = made.to(torch.bfloat16).to(device)
     parts = buffer[:, 8 : width + 8].unflatten(1, (-1, case.dim))
     exact = parts.double().cpu().numpy()
@@ -71,24 +81,34 @@ def place_error(kernel: PlaceHeads, case: PlacedCase, device: torch.device) -> f
     norms = [each if used else None for each, used in zip(weights, case.normalised, strict=True)]
     slots = torch.randperm(_SLOTS - 1, generator=draw)[: case.rows]
     pool = torch.full((_SLOTS, entries, case.dim), float("nan"), dtype=torch.bfloat16, device=device)
+    scales: Tensor | None = None
+    if kv:
+        pool = torch.full_like(pool, _UNTOUCHED, dtype=torch.int8)
+        scales = torch.full((_SLOTS, entries), float("nan"), dtype=torch.float16, device=device)
     kernel(
         parts,
         turns.to(device) if case.turned else None,
         slots.to(device),
         pool,
+        scales,
         num_heads=case.heads,
         num_kv_heads=case.kv_heads,
         norms=HeadNorms(*(None if each is None else each.to(device) for each in norms)),
         eps=_EPS,
     )
     expected = _placed(exact, case, norms, turns.to(torch.complex128).numpy()[:, 0])
+    placed, kept = slots.to(device), expected[:, case.heads :]
     worst = max(
         _error(parts[:, : case.heads], expected[:, : case.heads]),
-        _error(pool[slots.to(device)], expected[:, case.heads :]),
+        _error(pool[placed], kept) if scales is None else _code_error(pool[placed], scales[placed], kept),
     )
     others = torch.ones(_SLOTS, dtype=torch.bool)
     others[slots] = False
-    untouched = pool[others.to(device)].isnan().all() and buffer[:, :8].isnan().all() and buffer[:, -8:].isnan().all()
+    others = others.to(device)
+    untouched = (pool if scales is None else scales)[others].isnan().all()
+    untouched &= buffer[:, :8].isnan().all() & buffer[:, -8:].isnan().all()
+    if scales is not None:
+        untouched &= (pool[others] == _UNTOUCHED).all()
     return worst if bool(untouched) else float("inf")
 
 
@@ -107,6 +127,19 @@ def _placed(
         rotating = np.ascontiguousarray(found[:, : ends[2], : 2 * case.turned]).view(np.complex128)
         found[:, : ends[2], : 2 * case.turned] = (rotating * turns[:, None]).view(np.float64)
     return found
+
+
+def _code_error(codes: Tensor, scales: Tensor, expected: Values) -> float:
+    """Return the largest error of codes [..., D] and scales [...] in units of its bound.
+
+    A value is off by half a scale, a scale by the rounding of float16.
+    """
+    largest = np.abs(expected).max(axis=-1, initial=0.0)
+    steps, wanted = scales.double().cpu().numpy(), largest * SCALE_FACTOR + LEAST_SCALE
+    off = np.abs(steps - wanted) / (_HALF_ROUNDING * wanted + LEAST_SCALE / 2 + _FLOAT32_SUMS * wanted)
+    error = np.abs(codes.double().cpu().numpy() * steps[..., None] - expected)
+    error /= steps[..., None] / 2 + _FLOAT32_SUMS * largest[..., None]
+    return float(max(np.where(np.isnan(each), np.inf, each).max(initial=0.0) for each in (off, error)))
 
 
 def _error(found: Tensor, expected: Values) -> float:

@@ -1,12 +1,14 @@
 // Place a step's heads: normalise and rotate queries and keys in one pass, and write keys and values to the KV pool.
 //
-// A warp takes one head of one row. A lane has every 32nd pair of neighbours, which rotate together.
+// A warp takes one head of one row. A lane has every 32nd pair of neighbours, which rotate together. A pool of int8 codes
+// keeps a float16 scale for each head: edgepipe_torch/layers/kv_codes.py has the form.
 
 struct Heads {
     u16 *heads;              // [rows, stride]: queries, keys, values, one after the other
     const float *turns;      // [rows, turned] complex numbers of each row's first pairs
     const long long *slots;  // [rows]
-    u16 *pool;               // [slots, entries, dim]: keys, then values
+    void *pool;              // [slots, entries, dim]: keys, then values; bf16, or int8 where there are scales
+    u16 *scales;             // [slots, entries]; null: the pool keeps no codes
     const u16 *query_norm;   // [dim] of each query; null: it is not normalised
     const u16 *key_norm;
     const u16 *value_norm;
@@ -18,7 +20,16 @@ struct Heads {
     int dim;
     int turned;  // pairs of a head that rotate; 0: none
     float eps;
+    float scale_factor;  // a scale is a head's largest number times this, and ``least_scale``
+    float least_scale;
 };
+
+struct Pair {
+    float first;
+    float second;
+};
+
+DEVICE u32 greater(u32 one, u32 other) { return one > other ? one : other; }
 
 KERNEL(place_heads)(Heads given) {
     const int lane = threadIdx.x & 31, count = given.queries + given.entries, pairs = given.dim / 2;
@@ -31,8 +42,7 @@ KERNEL(place_heads)(Heads given) {
     const int turned = is_value ? 0 : given.turned;
     if (is_query && !norm && !turned) return;
     u32 *own = reinterpret_cast<u32 *>(given.heads + row * given.stride + static_cast<u64>(head) * given.dim);
-    u32 *kept = reinterpret_cast<u32 *>(
-        given.pool + (static_cast<u64>(given.slots[row]) * given.entries + (is_query ? 0 : entry)) * given.dim);
+    const u64 vector = static_cast<u64>(given.slots[row]) * given.entries + (is_query ? 0 : entry);
     float factor = 1.0f;
     if (norm) {
         float squares = 0.0f;
@@ -44,7 +54,7 @@ KERNEL(place_heads)(Heads given) {
         factor = 1.0f / sqrtf(squares / given.dim + given.eps);
     }
     const float *turns = given.turns + 2 * row * given.turned;
-    for (int pair = lane; pair < pairs; pair += 32) {
+    const auto placed = [&](int pair) -> Pair {
         float first = bits_as_float(own[pair] << 16), second = bits_as_float(own[pair] & 0xFFFF0000u);
         if (norm) {
             first *= factor * bf16_as_float(norm[2 * pair]);
@@ -55,7 +65,34 @@ KERNEL(place_heads)(Heads given) {
             first = before * real - second * imaginary;
             second = before * imaginary + second * real;
         }
-        const u32 placed = float_as_bf16(first) | static_cast<u32>(float_as_bf16(second)) << 16;
-        (is_query ? own : kept)[pair] = placed;
+        return {first, second};
+    };
+    if (is_query || !given.scales) {
+        u32 *to = is_query ? own : static_cast<u32 *>(given.pool) + vector * pairs;
+        for (int pair = lane; pair < pairs; pair += 32) {
+            const Pair found = placed(pair);
+            to[pair] = float_as_bf16(found.first) | static_cast<u32>(float_as_bf16(found.second)) << 16;
+        }
+        return;
     }
+    u32 highest = 0;  // bits of a size: those of infinity and of no number are the highest
+    for (int pair = lane; pair < pairs; pair += 32) {
+        const Pair found = placed(pair);
+        highest = greater(highest, float_as_bits(found.first) & 0x7FFFFFFFu);
+        highest = greater(highest, float_as_bits(found.second) & 0x7FFFFFFFu);
+    }
+    for (int apart = 1; apart < 32; apart *= 2)
+        highest = greater(highest, float_as_bits(other_lane(bits_as_float(highest), apart)));
+    u16 bits = float_as_half(bits_as_float(highest) * given.scale_factor + given.least_scale);
+    const bool in_range = (bits & 0x7C00) != 0x7C00;
+    if (!in_range) bits = 0x7E00;  // no number
+    const float scale = widen_half(bits);
+    u16 *codes = static_cast<u16 *>(given.pool) + vector * pairs;
+    for (int pair = lane; pair < pairs; pair += 32) {
+        const Pair found = placed(pair);
+        const int first = in_range ? static_cast<int>(rintf(found.first / scale)) : 0;
+        const int second = in_range ? static_cast<int>(rintf(found.second / scale)) : 0;
+        codes[pair] = static_cast<u16>((first & 0xFF) | (second & 0xFF) << 8);
+    }
+    if (lane == 0) given.scales[vector] = bits;
 }

@@ -33,6 +33,18 @@ DEVICE float widen_half(u16 bits) {
     return value;
 }
 
+// Round to float16, to nearest, ties to even.
+DEVICE u16 float_as_half(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// A byte of each word in the lower bytes of a word's halves; the upper bytes may hold anything.
+DEVICE u32 two_bytes(u32 first, int of_first, u32 second, int of_second) {
+    return __byte_perm(first, second, of_first | (4 + of_second) << 8);
+}
+
 // (value & mask) | set, in one instruction: with two constants the compiler would take two.
 DEVICE u32 masked_or(u32 value, u32 mask, u32 set) {
     u32 result;
