@@ -77,7 +77,7 @@ class DiskWorks:
         return settled
 
     def next(self, unsettled: Iterable[TierMove], *, idle: bool) -> DiskWork | None:
-        """Return the next work for all stages; None if there is none, or enough of them are under way.
+        """Return the next work for all stages; None without one, or while enough of them are under way.
 
         unsettled  moves that not all stages have performed for certain
         idle       no step is in flight, so these moves may wait for ever

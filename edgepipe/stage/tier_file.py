@@ -1,7 +1,7 @@
 """A file of KV that left host memory: encrypted with a key of this process, and without a name.
 
-The file loses its name as soon as it is open. So the system frees it when the process ends, however it ends, and nobody
-else can open it. Each piece of a block has its own nonce, which stays in memory with the key. A piece that was changed,
+The file loses its name as soon as it is open. So the system frees it when the process ends, however it ends, and no other
+program can open it. Each piece of a block has its own nonce, which stays in memory with the key. A piece that was changed,
 or that lies in another place, fails its check (AES-GCM).
 """
 

@@ -29,7 +29,7 @@ class Users:
     """Chats that take turns on a device with room for one of them, and host memory for two."""
 
     def __init__(self, lab: EngineLab, gateway: FakeGateway, name: str) -> None:
-        self.lab, self.gateway, self._config = lab, gateway, TIERS[name]
+        self.lab, self.gateway, self._config = lab, gateway, TIERS[name][0]
         self.known = [[(chat * 37 + 7 * place) % 241 for place in range(LENGTH)] for chat in range(CHATS)]
         self._turns = 0
 
@@ -56,7 +56,8 @@ async def users(name: str = "context", *, contiguous_kv: bool = False) -> AsyncI
         max_host_blocks=44,
         max_disk_blocks=400,
         contiguous_kv=contiguous_kv,
-        config=TIERS[name],
+        config=TIERS[name][0],
+        kv=TIERS[name][1],
         bandwidth_bytes_per_s=1e12,
         flops=1e14,
     ) as lab:

@@ -124,7 +124,8 @@ async def test_two_hundred_thousand_tokens_over_host_memory_and_disk_are_right(n
         max_blocks=100,
         max_host_blocks=60,
         max_disk_blocks=800,
-        config=TIERS[name],
+        config=TIERS[name][0],
+        kv=TIERS[name][1],
         losses=16,
     )
     assert load.fetched_tokens > 0

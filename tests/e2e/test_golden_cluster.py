@@ -133,7 +133,7 @@ async def cluster(request: pytest.FixtureRequest, demo_model: StoredModel) -> As
     layers = even_layers(demo_model.config.num_layers, [node.name for node in nodes])
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=JOIN_S)
-        engine = await serve_with_progress(admin, serve_request("demo", plan=layers, activations=case.activations))
+        (engine,) = await serve_with_progress(admin, serve_request("demo", plan=layers, activations=case.activations))
         assert [stage.backend for stage in engine.stages] == list(case.backends)
         await until_answers(started[0].http_port)
         yield Cluster(case=case, nodes=started)

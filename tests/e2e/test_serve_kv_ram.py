@@ -31,7 +31,7 @@ async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_mod
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
         request = serve_request("demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="200MB", draft="off")
-        engine = await serve_with_progress(admin, request)
+        (engine,) = await serve_with_progress(admin, request)
         assert engine.num_blocks * engine.block_size == TOKENS
         assert engine.host_blocks > 4 * engine.num_blocks
         port = started[1].http_port
@@ -62,7 +62,7 @@ async def test_a_chat_that_left_ram_for_the_disk_goes_on_with_the_same_answer(de
         request = serve_request(
             "demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="20MB", kv_disk="400MB", draft="off"
         )
-        engine = await serve_with_progress(admin, request)
+        (engine,) = await serve_with_progress(admin, request)
         assert engine.disk_blocks > 10 * engine.host_blocks
         port = started[1].http_port
         await until_answers(port)

@@ -97,7 +97,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         held, draft = request.param
         wanted = serve_request("hybrid", plan=held, dtype="float32", activations="float32", draft=draft)
-        engine = await serve_with_progress(admin, wanted)
+        (engine,) = await serve_with_progress(admin, wanted)
         await until_answers(started[0].http_port)
         yield Served(nodes=started, engine=engine, behind=behind_each(folder))
 

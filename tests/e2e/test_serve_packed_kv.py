@@ -31,7 +31,7 @@ async def test_a_question_is_answered_from_kv_as_codes(demo_model: StoredModel, 
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         request = serve_request("demo", plan="a:0-14,b:15-29", kv=kv)
-        engine = await serve_with_progress(admin, request)
+        (engine,) = await serve_with_progress(admin, request)
         tokens = engine.num_blocks * engine.block_size
         kv_bytes = sum(stage.kv_bytes for stage in engine.stages)
         assert kv_bytes < share * tokens * demo_model.config.kv_bytes_per_token(form="bfloat16")

@@ -93,7 +93,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         request = serve_request("hybrid", plan="a:0-1,b:2-3", dtype="float32", activations="float32")
-        engine = await serve_with_progress(admin, request)
+        (engine,) = await serve_with_progress(admin, request)
         assert [stage.backend for stage in engine.stages] == ["torch", "mlx"]
         await until_answers(started[0].http_port)
         yield Served(nodes=started, folder=folder, ids=greedy_ids(folder, PROMPT, NUM_TOKENS))

@@ -134,7 +134,7 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     await block(lan, second, third)
     events = await a.serve_events("tiny", options=options)
     assert any(f"{second} does not reach {third}" in event.message for event in events)
-    assert order(events[-1].engine) == ["a", third, second]
+    assert order(events[-1].engines[0]) == ["a", third, second]
     assert order(await a.serve("tiny", rebalance=True)) == ["a", third, second], "who places anew knows of it"
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
@@ -168,7 +168,7 @@ async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
     await swallow(lan, "b", which)
     events = await a.serve_events("tiny")
-    assert order(events[-1].engine) == ["a"]
+    assert order(events[-1].engines[0]) == ["a"]
     (note,) = (event.note for event in events if event.note)
     assert note.startswith("b is left out: ")
     assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall of b" in note

@@ -60,11 +60,12 @@ class HostKernels:
     def routing(self) -> RoutingKernels:
         return RoutingKernels(self._modules[RoutingKernels])
 
-    def place_heads(self) -> PlaceHeads:
+    def place_heads(self, kv: str = "") -> PlaceHeads:
+        assert not kv
         return PlaceHeads(self._modules[PlaceHeads])
 
-    def decode(self, heads: LayerHeads) -> PagedDecode:
-        assert paged_form(heads) == HEADS
+    def decode(self, heads: LayerHeads, kv: str = "") -> PagedDecode:
+        assert paged_form(heads, kv) == HEADS
         return PagedDecode(self._modules[HEADS], HEADS, multiprocessors=3)
 
     def mixer_step(self, mixer: Mixer, dtype: Any) -> StepKernel:
