@@ -1,8 +1,8 @@
 """A file of KV that left host memory: encrypted with a key of this process, and without a name.
 
-The file loses its name as soon as it is open. So the system frees it when the process ends, however it ends, and no other
-program can open it. Each piece of a block has its own nonce, which stays in memory with the key. A piece that was changed,
-or that lies in another place, fails its check (AES-GCM).
+The file loses its name as soon as it is open. So the system frees it when the process ends, however it ends, and no
+other program can open it. Each piece of a block has its own nonce, which stays in memory with the key. A piece that
+was changed, or that lies in another place, fails its check (AES-GCM).
 """
 
 from __future__ import annotations
