@@ -116,7 +116,7 @@ def test_a_place_s_bytes_are_all_of_its_block_and_its_state(maker: Maker, name: 
             for source, target in zip(*places, strict=True):
                 assert (source.format, source.ndim) == ("B", 1)
                 target[:] = bytes(source)
-    others = token_ids(OTHERS[:KNOWN])
+    others = token_ids((2 * OTHERS)[:KNOWN])
     run_step(backend, make_step([row(0, KNOWN, read=None)], step=3), others)
     coming = replace(make_step([row(KNOWN, 4, read=0)], step=4), moves=moves(blocks, out=False))
     maker.assert_same(run_step(backend, coming, rest), expected)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ring(file: LlamaCppFile, *backends: Maker) -> Pipeline:
-    return Pipeline.build([kind(_OPTIONS) for kind in backends], open_weights(file.path), num_blocks=8)
+    return Pipeline.build([kind(_OPTIONS) for kind in backends], open_weights(file.path), num_blocks=12)
 
 
 def logits_of(pipeline: Pipeline, file: LlamaCppFile) -> Logits:

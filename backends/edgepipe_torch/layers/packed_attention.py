@@ -93,7 +93,7 @@ class PackedSequenceAttention:
         self._begun: dict[int, Tensor] = {}  # by first row: slots of the lower bits in a span that it goes on with
         self._opened: dict[int, Tensor] = {}  # by first row: these lower bits, in the layer at hand
         rows = prepared.layout.rows
-        if all(row.rests is not None for row in rows):
+        if rows and all(row.rests is not None for row in rows):
             places = (torch.from_numpy(each).to(device) for each in rest_places(prepared.layout))
             self.rests = StepRests(pool, *places)
         for row in rows:

@@ -48,7 +48,7 @@ class Forms(NamedTuple):
 def compare_forms(backend: Backend, weights: WeightSource, num_tokens: int) -> Forms:
     """Compute random tokens in one row, and again in rows of one token; the backend is closed afterwards."""
     tokens = np.random.default_rng(num_tokens).integers(0, 60, num_tokens + 1).tolist()
-    blocks = num_tokens // _BLOCK_TOKENS + 2
+    blocks = num_tokens // _BLOCK_TOKENS + 5
     pipeline = Pipeline.build([backend], weights, num_blocks=blocks, block_size=_BLOCK_TOKENS)
     whole = pipeline.forced(tokens[:1], tokens[1:])
     single = pipeline.forced(tokens[:1], tokens[1:], chunks=(1,) * num_tokens)
