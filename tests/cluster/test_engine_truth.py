@@ -65,6 +65,7 @@ async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(c
         longest=100,
         config=STATES,
         losses=3,
+        num_openings=3,
     )
     assert load.cached_tokens > 0
 

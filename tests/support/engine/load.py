@@ -38,6 +38,7 @@ class Load:
     longest: int  # answer, in tokens
     config: ModelConfig = CONFIG
     opening_tokens: int = 160  # longest common beginning of prompts
+    num_openings: int = 12  # with fewer, more prompts are cached
     num_tokens: int = 0  # of prompts and answers that ended
     preemptions: int = 0  # in epochs that a lost stage ended
     restored_tokens: int = 0  # from host memory
@@ -50,7 +51,9 @@ class Load:
 
     def __post_init__(self) -> None:
         self._answered = asyncio.Event()
-        self.openings = [[self.rng.randrange(250) for _ in range(self.opening_tokens)] for _ in range(12)]
+        self.openings = [
+            [self.rng.randrange(250) for _ in range(self.opening_tokens)] for _ in range(self.num_openings)
+        ]
 
     def stats(self) -> SchedulerStats:
         run = self.lab.engine._run  # pyright: ignore[reportPrivateUsage]
@@ -128,6 +131,7 @@ async def run_load(
     config: ModelConfig = CONFIG,
     losses: int = 0,
     opening_tokens: int = 160,
+    num_openings: int = 12,
     acceptance: str = "",
     kv: str = "",
 ) -> Load:
@@ -151,7 +155,7 @@ async def run_load(
         bandwidth_bytes_per_s=1e12,
         flops=1e14,
     ) as lab:
-        load = Load(lab, rng, tokens, longest, config, opening_tokens)
+        load = Load(lab, rng, tokens, longest, config, opening_tokens, num_openings)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(load.watch())
             async with asyncio.TaskGroup() as users:
