@@ -76,7 +76,7 @@ class DiskWorks:
         settled, self._settled = self._settled, []
         return settled
 
-    def next(self, unsettled: Iterable[TierMove], *, idle: bool) -> DiskWork | None:
+    def next(self, unsettled: Sequence[TierMove], *, idle: bool) -> DiskWork | None:
         """Return the next work for all stages; None without one, or while enough of them are under way.
 
         unsettled  moves that not all stages have performed for certain
