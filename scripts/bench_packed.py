@@ -5,14 +5,14 @@
 ``--help`` lists the parts. They measure the demo model. ``--full``: every type and mix.
 llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 ``instructions`` describes the CUDA products' compiled code, without a GPU, if it is named.
-``types`` needs a build for this processor: ``scripts/build_llama_cpp FOLDER``, then ``EP_LLAMA_CPP=FOLDER``.
+``types``, and ``threads``, ``busy`` and ``wide`` if they are named, need a build for this processor:
+``scripts/build_llama_cpp FOLDER``, then ``EP_LLAMA_CPP=FOLDER``.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
 from kernel_code import H100, RTX_4090, bytes_in_flight, codes_of, find_disassembler
-from llama_cpp import llama_cpp, native_llama_cpp
+from llama_cpp import llama_cpp
 from packed_quality import kv_rows, products_rows, quality_rows
+from packed_rivals import LLAMA_CONTEXT, busy_rows, rates_of, thread_rows, type_rows, wide_rows
 from parts import Part, run_parts
 
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
@@ -39,9 +40,6 @@ from tests.support.models.packed import random_blocks
 from tests.support.models.quantised_folders import write_quantised_folder
 from tests.support.models.quantised_weights import RECIPES
 
-LLAMA_CONTEXT = 1024
-ROUNDS = 4
-MIXES = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}  # ``llama_ftype``
 SHORT_TYPES = ("Q4_K", "Q6_K")
 KERNEL_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 MOST_INSTRUCTIONS, FEWEST_BLOCKS = 295, 2  # of a tile of Q4_K and up to 8 rows; of a multiprocessor, with 64 rows
@@ -98,8 +96,8 @@ def speed_rows(model: Path) -> list[Row]:
             if rival is not None:
                 decode.append(partial(rival.decode_s, NEW_TOKENS, prompt_tokens=PROMPT_TOKENS))
                 prefill.append(partial(rival.prefill_s, 512))
-            one, many = _rates(NEW_TOKENS, decode), _rates(16 * NEW_TOKENS, [packed.decode(16), wide.decode(16)])
-            prompt = _rates(512, prefill)
+            one, many = rates_of(NEW_TOKENS, decode), rates_of(16 * NEW_TOKENS, [packed.decode(16), wide.decode(16)])
+            prompt = rates_of(512, prefill)
         name = f"decode, 1 sequence, {where}"
         rows.append(at_least(name, one[0], "tok/s", one[1], "widened", 1.5))
         if rival is not None:
@@ -112,46 +110,6 @@ def speed_rows(model: Path) -> list[Row]:
     return rows
 
 
-def type_rows(model: Path) -> list[Row]:
-    """Each type that people have against a native build of llama.cpp on the same file, in turns, on one thread."""
-    if not (build := os.environ.get("EP_LLAMA_CPP")):
-        print("types are not measured: scripts/build_llama_cpp FOLDER, then EP_LLAMA_CPP=FOLDER")
-        return []
-    rows: list[Row] = []
-    for name, ftype in MIXES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder)
-            for file in model.iterdir():
-                if file.is_file() and file.name != "model.gguf":
-                    (copy / file.name).symlink_to(file)
-            stored, path = model / "model.gguf", copy / "model.gguf"
-            with native_llama_cpp(Path(build), stored, threads=1, context_tokens=LLAMA_CONTEXT, rows=1) as rival:
-                rival.quantise(path, ftype)
-            weights = open_weights(copy)
-            ours = {
-                f"{name}{label}": Ours(weights, device="cpu", threads=1, settings={"products": products})
-                for products, label in (("auto", ""), ("int16", ", products=int16"))
-            }
-            for count in (1, 16):
-                with native_llama_cpp(Path(build), path, threads=1, context_tokens=LLAMA_CONTEXT, rows=count) as rival:
-                    theirs = partial(rival.decode_s, NEW_TOKENS, prompt_tokens=PROMPT_TOKENS)
-                    works = [*(stage.decode(count) for stage in ours.values()), theirs]
-                    rows += _against_llama(f"decode, {count} rows", ours, count * NEW_TOKENS, works)
-                    if count == 1:
-                        works = [*(stage.prefill(512) for stage in ours.values()), partial(rival.prefill_s, 512)]
-                        rows += _against_llama("prefill, 512 tokens", ours, 512, works)
-    return rows
-
-
-def _against_llama(what: str, ours: Iterable[str], tokens: int, works: Sequence[Callable[[], float]]) -> list[Row]:
-    """Return a row for each of our ways. The last of the works is llama.cpp's."""
-    *rates, theirs = _rates(tokens, works)
-    return [
-        at_least(f"{name}, {what}", rate, "tok/s", theirs, "llama.cpp", 1.15)
-        for name, rate in zip(ours, rates, strict=True)
-    ]
-
-
 def integer_rows(model: Path) -> list[Row]:
     """Compare products whose inputs are rounded to integers with others: quality, and speed on one thread in turns."""
     weights, rows = open_weights(model), products_rows(model)
@@ -162,7 +120,7 @@ def integer_rows(model: Path) -> list[Row]:
         ("decode, 16 rows", 16 * NEW_TOKENS, [stage.decode(16) for stage in stages]),
         ("prefill, 512 tokens", 512, [stage.prefill(512) for stage in stages]),
     ):
-        floats, *rates = _rates(tokens, works)
+        floats, *rates = rates_of(tokens, works)
         rows += [
             Row(f"products={name}, {what}", rate, "tok/s", floats, "inputs of float32", rate / floats)
             for name, rate in zip(names[1:], rates, strict=True)
@@ -199,26 +157,29 @@ def instruction_rows(types: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _rates(tokens: int, works: Sequence[Callable[[], float]]) -> list[float]:
-    """Return tokens per second of each, from the least of its seconds, in turns after one round to warm up."""
-    taken = [[work() for work in works] for _ in range(ROUNDS + 1)][1:]
-    return [tokens / min(times) for times in zip(*taken, strict=True)]
-
-
 def _of_demo(measure: Callable[[Path], list[Row]]) -> Part:
     """Return the part that measures the demo model."""
     return lambda _full: measure(stored_demo().path)
 
 
+def _demo_file() -> Path:
+    return stored_demo().path / "model.gguf"
+
+
 PARTS: dict[str, Part] = {
     "exact": lambda _full: [*exact_rows(), folder_row()],
     "speed": _of_demo(speed_rows),
-    "types": _of_demo(type_rows),
+    "types": lambda full: type_rows(_demo_file(), full=full),
     "kv": _of_demo(kv_rows),
     "integers": _of_demo(integer_rows),
     "quality": lambda full: quality_rows(stored_demo().path, ALL_TYPES if full else SHORT_TYPES),
 }
-NAMED: dict[str, Part] = {"instructions": lambda full: instruction_rows(list(FORMS) if full else KERNEL_TYPES)}
+NAMED: dict[str, Part] = {
+    "instructions": lambda full: instruction_rows(list(FORMS) if full else KERNEL_TYPES),
+    "threads": lambda _full: thread_rows(_demo_file()),
+    "busy": lambda _full: busy_rows(_demo_file()),
+    "wide": lambda _full: wide_rows(),
+}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from gguf import GGUFReader
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BackendOptions, LoadProgress
 from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.layout import layer_tensors
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
@@ -255,7 +256,8 @@ def compare(reference: Iterable[Floats], found: Iterable[Floats]) -> Divergence:
 
 def logits_of(backends: Sequence[MakeBackend], source: WeightSource, tokens: Sequence[int]) -> Iterator[Floats]:
     """Yield logits [n, V] of the tokens; each window of the text is a sequence of its own."""
-    pipeline = Pipeline.build([make() for make in backends], source, num_blocks=_AT_ONCE // 16)
+    blocks = _AT_ONCE // WINDOW * (-(-(WINDOW + REST_TOKENS) // 16))
+    pipeline = Pipeline.build([make() for make in backends], source, num_blocks=blocks)
     for start in range(0, len(tokens), _AT_ONCE):
         starts = range(start, min(start + _AT_ONCE, len(tokens)), WINDOW)
         windows = [tokens[first : first + WINDOW] for first in starts]

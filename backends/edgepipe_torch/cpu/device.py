@@ -108,8 +108,8 @@ class CpuDevice(Device):
     def start_load(self, kept: RepackedPlace | None) -> None:
         self.cache = ShardCache(kept, self._memory) if kept is not None and self.packed else None
         kernels = self._kernels if self._digits else None
-        if isinstance(kernels, CpuKernels) and not kernels.adds_bytes:
-            logger.warning("inputs stay float32: this CPU adds no products of bytes (AVX-512 VNNI or AVX-VNNI)")
+        if isinstance(kernels, CpuKernels) and not kernels.byte_products:
+            logger.warning("inputs stay float32: this CPU adds no products of bytes (AVX-512 VNNI, AVX-VNNI or AVX2)")
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS

@@ -1,8 +1,8 @@
-"""LLVM code of packed products in integers, for processors that add four products of bytes at once (VNNI).
+"""LLVM code of packed products in integers, for processors that add products of bytes: four at once (VNNI), or two.
 
-Codes of 4 and 8 bits are bytes as they lie. Inputs are rounded to whole numbers of 8 or 16 bits, times a factor of
-their group, and a number is one or two digits: bytes with signs. Sums of integers have no rounding, so a row's result
-does not depend on the rows beside it.
+Codes of 4 and 8 bits are bytes as they lie. AVX2 adds two products in 16 bits, which hold those of codes of 4 bits.
+Inputs are rounded to whole numbers of 8 or 16 bits, times a factor of their group, and a number is one or two digits:
+bytes with signs. Sums of integers have no rounding, so a row's result does not depend on the rows beside it.
 
 Prepared inputs of a row: for each block of 8 inputs and each digit, the lowest first, two words of four bytes, in the
 order of the codes in their words. Of each group some words: what 1 stands for, times the scales' factor (float), the
@@ -13,6 +13,9 @@ T rows, I in features.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,18 +23,32 @@ from edgepipe_torch.cpu.code_vectors import fma_declaration
 from edgepipe_torch.cpu.frame import ATTRIBUTES, load_inputs, read_fields
 from edgepipe_torch.cpu.ir_text import PREFETCH_DECLARATION, Function, float_constant
 from edgepipe_torch.cpu.ir_vectors import EIGHT, INTS
-from edgepipe_torch.cpu.kinds import SCALE_FACTOR, SUM_FACTOR, TILE, ZERO, Kind, byte_place
+from edgepipe_torch.cpu.kinds import E2M1_BYTES, SCALE_FACTOR, SUM_FACTOR, TILE, ZERO, Kind, byte_place
 from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS, ProductCode
 from edgepipe_torch.cpu.row_parts import split_by_counts, split_rows
 from edgepipe_torch.cpu.take_code import TakeCode
 
+ByteProducts = Literal["", "fours", "pairs"]
+"""How many products of bytes the processor adds with one instruction: none, four, or two."""
+
+BITS: Mapping[ByteProducts, tuple[int, ...]] = {"": (), "fours": (4, 8), "pairs": (4,)}
+"""Bits of the codes whose products are added as integers."""
+
 _LARGEST = {1: 127, 2: 127 * 257 - 2}  # by digits: largest whole number; of two digits, less the rounding of its factor
+_BYTES, _SHORTS = "<32 x i8>", "<16 x i16>"
+_ONES = "<" + ", ".join(["i16 1"] * 16) + ">"
 _LEAST_UNIT = 2.0**-126  # smaller factors of inputs are zero
 
 
-def has_integer_products(kind: Kind) -> bool:
-    """Return whether codes are whole bytes, or halves of bytes."""
-    return kind.bits in (4, 8) and not kind.floats
+def has_integer_products(kind: Kind, products: ByteProducts) -> bool:
+    """Return whether codes are whole bytes, or halves of bytes, whose products the processor adds."""
+    return kind.bits in BITS[products] and not kind.floats
+
+
+def integer_code(kind: Kind, *, width: int, digits: int, products: ByteProducts) -> IntegerCode:
+    """Return the writer of a kind's functions for vectors of ``width`` floats; ``digits``: of an input, 1 or 2."""
+    make = IntegerCode if products == "fours" else PairCode
+    return make(kind, width=width, most_rows=8 if width == TILE else 4 // digits, digits=digits)
 
 
 def rounded_inputs(x: npt.NDArray[np.float32], group: int, digits: int) -> npt.NDArray[np.float64]:
@@ -64,7 +81,6 @@ class IntegerCode(ProductCode):
 
     def module(self) -> str:
         """Return the text of a module with the functions ``prepare_...``, ``work_...`` and ``take_...``."""
-        bits = 32 * self._width
         parts = [
             self._prepare(),
             *(self._tile(count) for count in self.tile_counts),
@@ -75,7 +91,7 @@ class IntegerCode(ProductCode):
             *(fma_declaration(width) for width in sorted({self._width, 8})),
             PREFETCH_DECLARATION,
             *self._shuffle_declarations(),
-            f"declare {self._ints} @llvm.x86.avx512.vpdpbusd.{bits}({self._ints}, {self._ints}, {self._ints})",
+            *self._sum_declarations(),
             f"declare {EIGHT} @llvm.rint.v8f32({EIGHT})",
             f"declare {INTS} @llvm.smax.v8i32({INTS}, {INTS})",
             f"declare float @llvm.vector.reduce.fadd.v8f32(float, {EIGHT})",
@@ -214,8 +230,7 @@ class IntegerCode(ProductCode):
                     start = code.splat("i32", word, self._width)
                 for vector in vectors:
                     code.store(self._ints, start, vector)
-        first = code.mul(group, "%blocks")
-        code.loop("0", "%blocks", lambda block: self._block(code, sums, code.add(first, block)))
+        self._add_blocks(code, sums, code.mul(group, "%blocks"))
         base = code.mul(group, TILE)
         units = [code.splat("float", code.load("float", place), self._width) for place in places]
         inputs = [code.splat("float", code.load("float", code.at("float", each, "1")), self._width) for each in places]
@@ -240,6 +255,10 @@ class IntegerCode(ProductCode):
             found = self._fma(code, found, factor, value)
         return found
 
+    def _add_blocks(self, code: Function, sums: list[list[list[str]]], first: str) -> None:
+        """Add the products of a group, whose first block is ``first``, to its sums [row][digit][vector]."""
+        code.loop("0", "%blocks", lambda block: self._block(code, sums, code.add(first, block)))
+
     def _block(self, code: Function, sums: list[list[list[str]]], block: str) -> None:
         """Add the products of 8 inputs."""
         kind, ints = self._kind, self._ints
@@ -254,7 +273,6 @@ class IntegerCode(ProductCode):
             for moved in (loaded, shifted):
                 codes = [code.value(f"and {ints} {each}, {self._all(0x0F0F0F0F)}") for each in moved]
                 halves.append([self._bytes(code, each) for each in codes] if kind.e2m1 else codes)
-        call = f"call {ints} @llvm.x86.avx512.vpdpbusd.{32 * self._width}"
         for row, digits in enumerate(sums):
             start = code.add(code.mul("%inputs", row), code.mul(block, 2 * self._digits))
             for digit, vectors in enumerate(digits):
@@ -262,8 +280,18 @@ class IntegerCode(ProductCode):
                     word = code.load("i32", code.at("i32", "%x", code.add(start, 2 * digit + half)))
                     x = code.splat("i32", word, self._width)
                     for each, target in zip(codes, vectors, strict=True):
-                        before = code.load(ints, target)
-                        code.store(ints, code.value(f"{call}({ints} {before}, {ints} {each}, {ints} {x})"), target)
+                        self._add_products(code, target, each, x)
+
+    def _sum_declarations(self) -> list[str]:
+        ints = self._ints
+        return [f"declare {ints} @llvm.x86.avx512.vpdpbusd.{32 * self._width}({ints}, {ints}, {ints})"]
+
+    def _add_products(self, code: Function, target: str, codes: str, x: str) -> None:
+        """Add the products of four bytes of ``codes`` and ``x`` in each lane to ``target``."""
+        ints = self._ints
+        call = f"call {ints} @llvm.x86.avx512.vpdpbusd.{32 * self._width}"
+        before = code.load(ints, target)
+        code.store(ints, code.value(f"{call}({ints} {before}, {ints} {codes}, {ints} {x})"), target)
 
     # --- a range of tiles ---------------------------------------------------------------------------------
 
@@ -286,3 +314,49 @@ class IntegerCode(ProductCode):
 
         split_rows(code, "0", "%rows", CHUNK_ROWS, chunk)
         return code.text() + "declare i64 @llvm.smin.i64(i64, i64)\n"
+
+
+class PairCode(IntegerCode):
+    """Writes the same with AVX2, which adds two products of bytes in 16 bits: few blocks' sums fit in those."""
+
+    @property
+    def _blocks_in_16_bits(self) -> int:
+        """Blocks of 8 inputs whose products fit, four of them in a lane of each half."""
+        largest = max(E2M1_BYTES) if self._kind.e2m1 else 15
+        return (1 << 15) // (4 * largest * 128)
+
+    def _sum_declarations(self) -> list[str]:
+        return [
+            f"declare {_SHORTS} @llvm.x86.avx2.pmadd.ub.sw({_BYTES}, {_BYTES})",
+            f"declare {INTS} @llvm.x86.avx2.pmadd.wd({_SHORTS}, {_SHORTS})",
+        ]
+
+    def _add_blocks(self, code: Function, sums: list[list[list[str]]], first: str) -> None:
+        most = self._blocks_in_16_bits
+        short = [[[code.variable(_SHORTS) for _ in vectors] for vectors in digits] for digits in sums]
+        pairs = [
+            pair
+            for digits, own in zip(short, sums, strict=True)
+            for vectors, targets in zip(digits, own, strict=True)
+            for pair in zip(vectors, targets, strict=True)
+        ]
+
+        def some(start: str) -> None:
+            for each, _ in pairs:
+                code.store(_SHORTS, "zeroinitializer", each)
+            left = code.value(f"sub i64 %blocks, {start}")
+            count = code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {most})")
+            begin = code.add(first, start)
+            code.loop("0", count, lambda block: self._block(code, short, code.add(begin, block)))
+            for each, target in pairs:
+                found = code.value(
+                    f"call {INTS} @llvm.x86.avx2.pmadd.wd({_SHORTS} {code.load(_SHORTS, each)}, {_SHORTS} {_ONES})"
+                )
+                code.store(INTS, code.value(f"add {INTS} {code.load(INTS, target)}, {found}"), target)
+
+        code.loop("0", "%blocks", some, step=most)
+
+    def _add_products(self, code: Function, target: str, codes: str, x: str) -> None:
+        own, others = (code.value(f"bitcast {INTS} {each} to {_BYTES}") for each in (codes, x))
+        found = code.value(f"call {_SHORTS} @llvm.x86.avx2.pmadd.ub.sw({_BYTES} {own}, {_BYTES} {others})")
+        code.store(_SHORTS, code.value(f"add {_SHORTS} {code.load(_SHORTS, target)}, {found}"), target)

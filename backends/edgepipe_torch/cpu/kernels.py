@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Native, Product
 from edgepipe_torch.cpu.checking import head_error, product_error, step_error
 from edgepipe_torch.cpu.frame import frame_module
 from edgepipe_torch.cpu.group_code import group_functions
-from edgepipe_torch.cpu.integer_code import IntegerCode, has_integer_products
+from edgepipe_torch.cpu.integer_code import ByteProducts, has_integer_products, integer_code
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.kv4_code import packed_head_module
 from edgepipe_torch.cpu.product_code import ProductCode
@@ -54,11 +54,7 @@ class Compiler:
         wide = bool(features.get("avx512f"))
         self.instructions = ("AVX-512" if wide else "AVX2") if _is_x86() else "Neon"
         self.width = width or (16 if wide else 8 if _is_x86() else 4)
-        # Whether the CPU adds products of bytes in vectors of this width.
-        self.adds_bytes = _is_x86() and bool(
-            ((self.width == 16 or features.get("avx512vl")) and features.get("avx512vnni"))
-            or (self.width == 8 and features.get("avxvnni"))
-        )
+        self.byte_products: ByteProducts = _byte_products(features, self.width) if _is_x86() else ""
         self._target = llvm.Target.from_default_triple()
         self._cpu, self._flags = llvm.get_host_cpu_name(), features.flatten()
         target = f"{llvm.llvm_version_info} {self._target.triple} {self._cpu} {self._flags}"
@@ -116,16 +112,16 @@ class CpuKernels(KernelCalls):
         return _or_raise(self._heads[form])
 
     @property
-    def adds_bytes(self) -> bool:
-        """Whether products in integers are possible."""
-        return self._compiler.adds_bytes
+    def byte_products(self) -> ByteProducts:
+        """Which products in integers are possible."""
+        return self._compiler.byte_products
 
     def product(self, kind: Kind, digits: int = 0) -> Product:
         """Return a kind's functions; compile and check them if they are new. Raises KernelsUnavailable.
 
         digits  bytes of an input, which is rounded to an integer where that is possible; 0: inputs stay float32
         """
-        form = kind, digits if self.adds_bytes and has_integer_products(kind) else 0
+        form = kind, digits if has_integer_products(kind, self.byte_products) else 0
         if form not in self._kinds:
             self._kinds[form] = _result_or_reason(f"weights of {kind.bits} bits", lambda: self._load_product(*form))
         return _or_raise(self._kinds[form])
@@ -147,7 +143,7 @@ class CpuKernels(KernelCalls):
         width = self._compiler.width
         code = ProductCode(kind, width=width, most_rows=most_rows(width), shuffles=_is_x86())
         if digits:
-            code = IntegerCode(kind, width=width, most_rows=integer_rows(width), digits=digits)
+            code = integer_code(kind, width=width, digits=digits, products=self.byte_products)
         engine = self._compile(code.module())
         found = Product(
             work=Native(engine, f"work_{kind.name}", 9),
@@ -194,11 +190,6 @@ def most_rows(width: int) -> tuple[int, int]:
     return (8, 12) if width == 16 else (5, 6)
 
 
-def integer_rows(width: int) -> int:
-    """Return how many rows of products in integers have their sums in registers together."""
-    return 8 if width == 16 else 2
-
-
 @cache
 def cpu_kernels() -> Kernels:
     """Return this process's kernels, or the reason for their absence."""
@@ -235,6 +226,15 @@ def _or_raise(found: T | KernelsUnavailable) -> T:
     if isinstance(found, KernelsUnavailable):
         raise found
     return found
+
+
+def _byte_products(features: Mapping[str, bool], width: int) -> ByteProducts:
+    """Return which products of bytes an x86 processor adds in vectors of ``width`` floats."""
+    if (width == 16 or features.get("avx512vl")) and features.get("avx512vnni"):
+        return "fours"
+    if width == 16:
+        return ""
+    return "fours" if features.get("avxvnni") else "pairs"
 
 
 def _is_x86() -> bool:

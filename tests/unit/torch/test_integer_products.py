@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ llvm = pytest.importorskip("llvmlite.binding")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
-from edgepipe_torch.cpu.integer_code import has_integer_products  # noqa: E402
+from edgepipe_torch.cpu.integer_code import ByteProducts, has_integer_products  # noqa: E402
 from edgepipe_torch.cpu.kernels import Compiler, CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu.kinds import Kind  # noqa: E402
 from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
@@ -34,11 +35,31 @@ from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 KERNELS = cpu_kernels()
 pytestmark = pytest.mark.skipif(
-    isinstance(KERNELS, KernelsUnavailable) or not KERNELS.adds_bytes, reason="this CPU adds no products of bytes"
+    isinstance(KERNELS, KernelsUnavailable) or not KERNELS.byte_products, reason="this CPU adds no products of bytes"
 )
+
+
+@cache
+def kernels_with(products: ByteProducts) -> CpuKernels:
+    """The kernels of a CPU that adds so many products of bytes; pairs are of AVX2, which all of them have."""
+    compiler = Compiler(llvm, kernel_dir(), width=8 if products == "pairs" else 0)
+    compiler.byte_products = products
+    return CpuKernels(compiler)
+
+
+OWN: ByteProducts = "" if isinstance(KERNELS, KernelsUnavailable) else KERNELS.byte_products
+
+
+@pytest.fixture(params=sorted({OWN, "pairs"} - {""}))
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    """Kernels with products in integers: this CPU's, and those with AVX2."""
+    return kernels_with(request.param)
+
+
 INPUTS, OUTPUTS = 512, 37
 STEPS = {1: 1 / 254, 2: 1 / 65_270}  # largest rounding of an input, of the largest in its group
 NAMES = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "Q4_1", "Q4_K")
+BYTES = ("Q8_0", "IQ4_NL")  # their codes have 8 bits in the kernels
 MODEL = tiny_config(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=304)
 
 
@@ -81,10 +102,11 @@ def largest_errors(weight: Packed, x: Tensor, digits: int) -> Tensor:
 
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_products_are_as_far_from_the_exact_ones_as_their_inputs(name: str, digits: int) -> None:
+def test_products_are_as_far_from_the_exact_ones_as_their_inputs(name: str, digits: int, kernels: CpuKernels) -> None:
     weight, x = made(name), inputs(140)
-    linear = linear_of([weight], digits)
-    assert f"inputs of {8 * digits} bits" in linear.products.pop().by
+    linear = linear_of([weight], digits, kernels)
+    rounded = kernels.byte_products == "fours" or name not in BYTES
+    assert (f"inputs of {8 * digits} bits" in linear.products.pop().by) == rounded
     expected, bound = exact(weight, x), largest_errors(weight, x, digits)
     for count in (1, 2, 7, 8, 9, 140):
         error = (linear.rows(x[:count]).double() - expected[:count]).abs()
@@ -94,11 +116,12 @@ def test_products_are_as_far_from_the_exact_ones_as_their_inputs(name: str, digi
     assert ((total.double() - 1 - expected[:3]).abs() <= bound[:3] + 1e-6 * expected[:3].abs()).all()
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
-def test_more_bits_of_inputs_are_nearer(name: str) -> None:
+@pytest.mark.parametrize("name", ["Q4_1", "Q4_0"])
+def test_more_bits_of_inputs_are_nearer(name: str, kernels: CpuKernels) -> None:
     weight, x = made(name), torch.randn(20, INPUTS, generator=torch.Generator().manual_seed(0))
     errors = [
-        (linear_of([weight], digits).rows(x).double() - exact(weight, x)).square().mean().sqrt() for digits in (1, 2, 0)
+        (linear_of([weight], digits, kernels).rows(x).double() - exact(weight, x)).square().mean().sqrt()
+        for digits in (1, 2, 0)
     ]
     assert errors[0] > 200 * errors[1]
     assert errors[1] > 3 * errors[2]
@@ -106,25 +129,25 @@ def test_more_bits_of_inputs_are_nearer(name: str) -> None:
 
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "MXFP4"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str, digits: int) -> None:
-    linear, x = linear_of([made(name)], digits), inputs(150)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str, digits: int, kernels: CpuKernels) -> None:
+    linear, x = linear_of([made(name)], digits, kernels), inputs(150)
     together = linear.rows(x).clone()
     for count in (*range(1, 10), 12, 16, 23, 130):
         assert torch.equal(linear.rows(x[:count]), together[:count])
     assert torch.equal(linear.rows(x.flip(0)).flip(0), together)
 
 
-def test_parts_of_different_forms_are_merged() -> None:
+def test_parts_of_different_forms_are_merged(kernels: CpuKernels) -> None:
     parts = [made(name, 32, seed) for seed, name in enumerate(("Q4_0", "Q8_0", "Q6_K", "Q4_K", "Q4_0"))]
     x = inputs(5)
-    found = linear_of(parts, 2).rows(x).double().split(32, dim=1)
+    found = linear_of(parts, 2, kernels).rows(x).double().split(32, dim=1)
     for part, own in zip(parts, found, strict=True):
         assert ((own - exact(part, x)).abs() <= largest_errors(part, x, 2)).all()
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_an_input_that_is_no_number_makes_its_row_nan_and_no_other(wrong: float) -> None:
-    linear, x = linear_of([made("Q8_0")], 2), inputs(9)
+def test_an_input_that_is_no_number_makes_its_row_nan_and_no_other(wrong: float, kernels: CpuKernels) -> None:
+    linear, x = linear_of([made("Q4_0")], 2, kernels), inputs(9)
     before = linear.rows(x).clone()
     x[4, 100] = wrong
     found = linear.rows(x)
@@ -134,9 +157,9 @@ def test_an_input_that_is_no_number_makes_its_row_nan_and_no_other(wrong: float)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36, 1e30])
-def test_the_smallest_and_the_largest_inputs_are_computed(size: float) -> None:
-    weight, x = made("Q8_0"), size * torch.randn(2, INPUTS, generator=torch.Generator().manual_seed(0))
-    error = (linear_of([weight], 2).rows(x).double() - exact(weight, x)).abs()
+def test_the_smallest_and_the_largest_inputs_are_computed(size: float, kernels: CpuKernels) -> None:
+    weight, x = made("Q4_0"), size * torch.randn(2, INPUTS, generator=torch.Generator().manual_seed(0))
+    error = (linear_of([weight], 2, kernels).rows(x).double() - exact(weight, x)).abs()
     assert (error <= largest_errors(weight, x, 2)).all()
 
 
@@ -153,17 +176,10 @@ class Altered(Compiler):
 
     def compile(self, text: str) -> Any:
         """Compile a module."""
-        if "vpdpbusd" not in text:
+        if "vpdpbusd" not in text and "pmadd.ub" not in text:
             return super().compile(text)
         assert self._old in text
         return self._altered.compile(text.replace(self._old, self._new))
-
-
-def kernels_without_bytes() -> CpuKernels:
-    """Return the kernels of a CPU that adds no products of bytes."""
-    compiler = Compiler(llvm, kernel_dir())
-    compiler.adds_bytes = False
-    return CpuKernels(compiler)
 
 
 @pytest.mark.parametrize(
@@ -184,23 +200,21 @@ def test_a_wrong_product_is_noticed(old: str, new: str, tmp_path: Path) -> None:
 
 
 def test_codes_that_are_no_bytes_keep_inputs_of_float32() -> None:
-    assert {bits: has_integer_products(Kind(bits=bits)) for bits in (4, 5, 6, 8)} == {
-        4: True,
-        5: False,
-        6: False,
-        8: True,
-    }
-    assert not has_integer_products(Kind(bits=8, floats=True))
+    def whole(products: ByteProducts) -> list[int]:
+        return [bits for bits in (4, 5, 6, 8) if has_integer_products(Kind(bits=bits), products)]
+
+    assert [whole(products) for products in ("fours", "pairs", "")] == [[4, 8], [4], []]
+    assert not has_integer_products(Kind(bits=8, floats=True), "fours")
     linear, x = linear_of([made("Q6_K")], 1), inputs(3)
     assert torch.equal(linear.rows(x), linear_of([made("Q6_K")], 0).rows(x))
 
 
 def test_a_cpu_without_such_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    kernels = kernels_without_bytes()
+    kernels = kernels_with("")
     CpuDevice(torch.float32, digits=1, kernels=kernels).start_load(None)
     assert ["AVX-512 VNNI" in record.getMessage() for record in caplog.records] == [True]
     x = inputs(3)
-    assert torch.equal(linear_of([made("Q8_0")], 1, kernels).rows(x), linear_of([made("Q8_0")], 0).rows(x))
+    assert torch.equal(linear_of([made("Q4_0")], 1, kernels).rows(x), linear_of([made("Q4_0")], 0).rows(x))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         CpuDevice(torch.float32, digits=0, kernels=kernels).start_load(None)
@@ -213,7 +227,7 @@ def test_a_cpu_without_such_products_says_so(caplog: pytest.LogCaptureFixture) -
 )
 def test_the_option_names_the_bits_of_inputs(wanted: str, bits: str) -> None:
     device = make_device(BackendOptions(device="cpu", settings={"products": wanted}))
-    weight = made("Q8_0")
+    weight = made("Q4_0")
     linear = device.product("ffn", INPUTS, (OUTPUTS,), PartForms(forms=[weight.form], fit_16_bits=False))
     linear.fill(0, weight)
     linear.finish()
