@@ -200,6 +200,11 @@ def prepare_environment() -> None:
         os.environ.setdefault(_GRPC_EXPERIMENTS, _ONE_POLLER)
 
 
+def forks_safely() -> bool:
+    """Return whether gRPC was told to keep out of forks, see ``prepare_environment``."""
+    return os.environ.get(_GRPC_FORK) == "0"
+
+
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
     """Return the environment for a child process, without settings, which children get in a message.
 
@@ -212,6 +217,13 @@ def child_environment(*, environ: Mapping[str, str] | None = None, threads: int)
     if threads:
         kept["OMP_NUM_THREADS"] = str(threads)
     return _MLX | kept
+
+
+def enter_child_environment(*, threads: int) -> None:
+    """Give this process, a fork of its parent, the environment of a child process."""
+    environment = child_environment(threads=threads)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

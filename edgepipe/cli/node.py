@@ -175,8 +175,9 @@ def start(
         config, flags = loaded.values, given_flags(context, without=("background", "as_json", "data_dir"))
         show(start_in_background(config.data_dir, flags, name=config.name))
         return
-    from edgepipe.daemon.node import run
+    from edgepipe.daemon.node import run, start_nursery
 
+    nursery = start_nursery()
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
 
@@ -191,7 +192,7 @@ def start(
             _leave(sys.stdout, sys.stderr)
 
     try:
-        run(loaded.values, on_ready=on_ready)
+        run(loaded.values, on_ready=on_ready, nursery=nursery)
     except EdgepipeError as error:
         if as_json:
             print_json({"error": {"code": error.code, "lines": [error.what, error.fact, error.next_step]}})

@@ -13,15 +13,17 @@ from dataclasses import asdict
 from typing import Any
 
 from edgepipe.config import Config, load_config
-from edgepipe.daemon.node import NodeReady, OnReady, run
+from edgepipe.daemon.node import NodeReady, OnReady, run, start_nursery
+from edgepipe.daemon.processes.nursery import Nursery
 from edgepipe.errors import EdgepipeError
 
 
-def main(run: Callable[[Config, OnReady], None] = run) -> int:
+def main(run: Callable[[Config, OnReady, Nursery | None], None] = run) -> int:
     """Run until stopped; return the error's exit status."""
+    nursery = start_nursery()
     try:
         flags: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-        run(load_config(flags).values, _tell)
+        run(load_config(flags).values, _tell, nursery)
     except EdgepipeError as error:
         sys.stderr.write("\n".join(error.lines()) + "\n")
         return error.exit_code

@@ -13,6 +13,7 @@ from edgepipe.daemon.machine.data_dir import DataDir, tier_dir
 from edgepipe.daemon.machine.http_keys import keys_in_force
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
 from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.processes.nursery import Nursery
 from edgepipe.security.access import ProcessKind
 from edgepipe.security.mutual_tls import Denial, MutualTls
 from edgepipe.system import RandomIds, SystemClock
@@ -34,6 +35,7 @@ class NodeBasis:
         incarnation: int,
         host: str,
         watching: Watching,
+        nursery: Nursery | None,
         on_new_child: Callable[[Child], None],
     ) -> None:
         """``on_new_child``: called with a new child, which needs its list of peers."""
@@ -64,6 +66,7 @@ class NodeBasis:
         self.children = Children(
             self.timeouts,
             self.clock,
+            nursery=nursery,
             on_new=on_new_child,
             on_denied=self._on_child_denied,
             hang_check_s=watching.hang_check_s,

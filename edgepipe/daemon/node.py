@@ -20,25 +20,33 @@ from edgepipe.config import Config, Watching
 from edgepipe.daemon.machine.backends import check_device, choose_backend
 from edgepipe.daemon.machine.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
+from edgepipe.daemon.processes.nursery import Nursery, start_nursery
 from edgepipe.errors import ConfigInvalid, EdgepipeError, PortInUse
 from edgepipe.system import SystemClock, raise_descriptor_limit
 from edgepipe.telemetry.audit import AuditKind
 from edgepipe.telemetry.log import set_up_logging
 
-__all__ = ["NodeReady", "OnReady", "run"]
+__all__ = ["NodeReady", "OnReady", "run", "start_nursery"]
 
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0  # pause between attempts of a node that has run already to find its address
 
 
-def run(config: Config, on_ready: OnReady | None = None, *, watching: Watching | None = None) -> None:
+def run(
+    config: Config,
+    on_ready: OnReady | None = None,
+    nursery: Nursery | None = None,
+    *,
+    watching: Watching | None = None,
+) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``.
 
     The node first moves stages and engines to other nodes, for at most 30 s. A second signal skips that; a signal while
     the node stops ends it at once.
 
-    ``watching`` is for measuring the cost of watching; no setting leads to it.
+    ``nursery`` forks child processes, and ends with the node. ``watching`` is for measuring the cost of watching; no
+    setting leads to it.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     check_device(config.device)
@@ -50,8 +58,10 @@ def run(config: Config, on_ready: OnReady | None = None, *, watching: Watching |
         with writable(data_dir.path):
             set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: collections then check only later objects
-        uvloop.run(_run_until_stopped(config, data_dir, on_ready, watching))
+        uvloop.run(_run_until_stopped(config, data_dir, on_ready, nursery, watching))
     finally:
+        if nursery is not None:
+            nursery.end()
         data_dir.close()
 
 
@@ -65,7 +75,11 @@ def _address(config: Config, available: list[Interface]) -> str:
 
 
 async def _run_until_stopped(
-    config: Config, data_dir: DataDir, on_ready: OnReady | None, watching: Watching | None
+    config: Config,
+    data_dir: DataDir,
+    on_ready: OnReady | None,
+    nursery: Nursery | None,
+    watching: Watching | None,
 ) -> None:
     """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
@@ -85,6 +99,7 @@ async def _run_until_stopped(
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
             watching=watching,
+            nursery=nursery,
         )
         try:
             with _signals(node):

@@ -22,6 +22,7 @@ from edgepipe.daemon.model_side import NodeHosting
 from edgepipe.daemon.network.own_address import follow_networks
 from edgepipe.daemon.node_servers import NodeServers
 from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.processes.nursery import Nursery
 from edgepipe.daemon.serving.leaving import Leaving
 from edgepipe.wire.nodes import NodeState
 
@@ -60,6 +61,7 @@ class NodeDaemon:
         wanted_address: Callable[[list[Interface]], str],
         on_ready: OnReady | None,
         watching: Watching | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         """``wanted_address``: returns the address to listen on, given the machine's present addresses.
 
@@ -79,6 +81,7 @@ class NodeDaemon:
             incarnation=incarnation,
             host=host,
             watching=watching or Watching(),
+            nursery=nursery,
             on_new_child=self._greet,
         )
 

@@ -1,4 +1,7 @@
-"""Child processes: they read settings from standard input and attach over the Unix socket; the node ends them."""
+"""Child processes: they read settings from standard input and attach over the Unix socket; the node ends them.
+
+The nursery forks them, which saves their imports. Without a nursery, the system starts them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from dataclasses import replace
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.processes.hang_watch import HangWatch
+from edgepipe.daemon.processes.nursery import ForkedProcess, Nursery
 from edgepipe.errors import EdgepipeError, PairingRejected, StageLost
 from edgepipe.ids import StepId
 from edgepipe.plain_words import plain
@@ -35,6 +39,7 @@ from edgepipe.wire.children import (
     Report,
     StopChild,
 )
+from edgepipe.workers.nursery import ForkRequest
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -52,7 +57,7 @@ class Child:
     def __init__(
         self,
         settings: ChildSettings,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | ForkedProcess,
         *,
         mark: StepMark | None = None,
         knows_s: float = _KNOWS_S,
@@ -228,6 +233,7 @@ class Children:
         clock: Clock,
         *,
         hang_check_s: float,
+        nursery: Nursery | None = None,
         on_new: Callable[[Child], None] = lambda _child: None,
         on_denied: Callable[[DeniedCall], None] = lambda _denied: None,
     ) -> None:
@@ -235,6 +241,7 @@ class Children:
 
         ``hang_check_s``: the time between two checks for hanging children.
         """
+        self._nursery = nursery
         self._hang_check_s = hang_check_s
         self._on_new = on_new
         self._on_denied = on_denied
@@ -267,13 +274,20 @@ class Children:
             await process.stdin.drain()
         return child
 
-    async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process:
+    async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process | ForkedProcess:
         try:
-            return await self._exec(settings)
+            return await self._fork(settings) or await self._exec(settings)
         except OSError as exc:  # no memory or no descriptors are left: that may pass
             raise StageLost(
                 f"the {settings.kind} process cannot be started", fact=plain(exc), stage=settings.kind
             ) from exc
+
+    async def _fork(self, settings: ChildSettings) -> ForkedProcess | None:
+        if self._nursery is None:
+            return None
+        request = ForkRequest(kind=settings.kind, threads=settings.threads, mark=settings.mark)
+        within_s = self._timeouts.child_start_s
+        return await self._nursery.fork(request, mark=settings.mark, within_s=within_s, limit=_MAX_LINE_BYTES)
 
     async def _exec(self, settings: ChildSettings) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -323,7 +337,8 @@ class Children:
         child.stopping = True
         child.send(StopChild())
         if child.process.stdin is not None:
-            child.process.stdin.close()  # ends also a child that has not attached yet
+            with contextlib.suppress(OSError, RuntimeError):  # it has ended already
+                child.process.stdin.write_eof()  # ends also a child that has not attached yet
         try:
             async with asyncio.timeout(self._timeouts.child_stop_s):
                 await child.exited.wait()
