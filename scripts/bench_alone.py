@@ -30,7 +30,7 @@ from alone_models import model_rows
 from bench_engine import imagined
 from bench_foundation import stage_rows, stored_demo
 from figures import Row, below
-from local_nodes import complete_at, median_gap_s
+from local_nodes import complete_at, median_gap_s, settle
 from parts import Part, run_parts
 
 from edgepipe.backend.cost import StepWork
@@ -133,23 +133,26 @@ async def _run(settings: Mapping[str, str], *, users: int, tokens: int) -> tuple
     async with emulated_cluster(run.cluster) as admin:
         await serve_model(admin, run.serve)
         await complete_at(admin, prompts[:users], max_tokens=_WARM_UP)
+        await asyncio.to_thread(settle)
         before = _used()
         answers = await complete_at(admin, prompts[users:], max_tokens=tokens)
         after = _used()
-    used = {kind: after[kind].since(before[kind]) for kind in _KINDS}
-    return median_gap_s(answers), tokens, used
-
-
-def _used() -> Mapping[str, _Used]:
-    """Return what the processes that this one has started have used so far."""
     found: Mapping[str, list[_Used]] = {kind: [] for kind in _KINDS}
+    for (kind, pid), used in after.items():
+        found[kind].append(used.since(before[kind, pid]))  # no process has begun since: they were at rest
+    return median_gap_s(answers), tokens, {kind: _summed(used) for kind, used in found.items()}
+
+
+def _used() -> Mapping[tuple[str, int], _Used]:
+    """Return what each process that this one has started has used so far, by kind and process id."""
+    found: dict[tuple[str, int], _Used] = {}
     segments = _segments()
     for process in psutil.Process().children(recursive=True):
         words = process.cmdline()
         kind = next((kind for kind in _KINDS if kind in words), "")
         if kind:
-            found[kind].append(_used_by(process, segments[process.pid]))
-    return {kind: _summed(used) for kind, used in found.items()}
+            found[kind, process.pid] = _used_by(process, segments[process.pid])
+    return found
 
 
 def _summed(used: Sequence[_Used]) -> _Used:

@@ -137,7 +137,7 @@ class CostModel:
             expert_skew=expert_skew,
         )
         weights = replace(weights, draft=None)  # a draft model's process takes memory, and no time of a step
-        self._kind = split_kind(kind)[0]
+        self._kind, self._dtype = split_kind(kind)[0], dtype
         self._has_graphs = kv not in KV_FORMS or (kv in GRAPH_FORMS and _codes_fit(config))
         self._config = config
         self._device = device
@@ -169,6 +169,10 @@ class CostModel:
     def with_ram_percent(self, percent: int) -> CostModel:
         """Return the cost with ``percent`` of each layer's experts in host memory."""
         return self._with_kind(kind=with_ram_percent(self._kind, percent))
+
+    def of_model(self, config: ModelConfig, weights: WeightTable) -> CostModel:
+        """Return the cost of another model on the same device, without experts in host memory."""
+        return CostModel(config, self._device, weights=weights, kind=self._kind, dtype=self._dtype)
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
         """Return the memory of the slices' weights."""

@@ -11,6 +11,8 @@ from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Forecast
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import MEASURED, Speed, StepParts
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.weights.weight_table import WeightTable
 
 DRIFT = 0.15
 """Share by which a time must differ from the plan to count as a departure."""
@@ -118,6 +120,10 @@ class ScaledSpeed:
         return StepParts(
             base_s=parts.base_s * self._ratio, layer_s=parts.layer_s * self._ratio, head_s=parts.head_s * self._ratio
         )
+
+    def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
+        """See ``Speed.token_s``."""
+        return self._ratio * self._thought.token_s(config, weights, context_tokens=context_tokens)
 
     def with_ram_percent(self, percent: int) -> ScaledSpeed:
         """See ``Speed.with_ram_percent``."""

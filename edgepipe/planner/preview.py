@@ -9,6 +9,7 @@ from typing import Any
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand
+from edgepipe.planner.draft_forecast import DraftForecast, draft_forecast
 from edgepipe.planner.forecast import Hop, PromptForecast, Ring
 from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
@@ -44,6 +45,7 @@ class Preview:
     long_prompt: LongPrompt | None = None  # None: the context or the KV room is too short
     alternatives: tuple[Alternative, ...] = ()
     helps: tuple[Alternative, ...] = ()
+    drafts: DraftForecast | None = None  # of the draft model; None: the plan has none
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
     note: str = ""  # note on a wish that changes nothing, for people
@@ -59,6 +61,7 @@ def preview(demand: Demand, cluster: Cluster, constraints: Constraints, *, compa
         model=cluster.model,
         plan=found,
         long_prompt=_long_prompt(found, cluster),
+        drafts=draft_forecast(found, cluster),
         note="no experts in RAM: every device holds its layers" if idle else "",
         alternatives=tuple(alternatives(demand, cluster, found, constraints)) if compare else (),
         helps=tuple(helps(demand, cluster, found, constraints)) if compare and not constraints.layers else (),
@@ -86,6 +89,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
         "long_prompt": None
         if shown.long_prompt is None
         else {"alone": asdict(shown.long_prompt.alone), "beside_many_chats": asdict(shown.long_prompt.beside)},
+        "draft_model": None if shown.drafts is None else asdict(shown.drafts),
         "alternatives": [
             {"what": option.what, "why_not": option.why_not, **_rates(option.plan)} for option in shown.alternatives
         ],

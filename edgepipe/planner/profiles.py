@@ -18,7 +18,7 @@ from edgepipe.ids import NodeId
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
-from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice, whole_slice
 from edgepipe.units import LinkShape
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 
@@ -69,6 +69,10 @@ class Speed(Protocol):
         """Return the times of a step."""
         ...
 
+    def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
+        """Return the time of one token of another model that is whole on the device."""
+        ...
+
     def with_ram_percent(self, percent: int) -> Speed:
         """Return the speed with ``percent`` of each layer's experts in host memory."""
         ...
@@ -97,6 +101,11 @@ class TableSpeed:
     def with_ram_percent(self, percent: int) -> TableSpeed:
         """See ``Speed.with_ram_percent``."""
         return TableSpeed(self._cost.with_ram_percent(percent), expert_shares=self._shares)
+
+    def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
+        """See ``Speed.token_s``."""
+        whole = self._cost.of_model(config, weights).slice_cost(whole_slice(config))
+        return whole.step_s(StepWork.of_rows([context_tokens], [1], logit_rows=1))
 
     def wait_s(self, work: StepWork) -> Floats:
         """Return the seconds [L] of each layer in which the device waits for the CPU's experts."""
@@ -170,6 +179,11 @@ class MeasuredSpeed:
             layer_s = layer_s * (self._sheet_s(work, self._split) - wait_s) / sheet_s + wait_s
         layer_s = layer_s + own
         return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
+
+    def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
+        """See ``Speed.token_s``: by the data sheet, in the proportion of the measured layers to the sheet's."""
+        ratio = self._decode_s(1) / self._mean_sheet_s(1, self._probed)
+        return ratio * self._probed.token_s(config, weights, context_tokens=context_tokens)
 
     def _decode_s(self, rows: int) -> float:
         """Return the mean layer's time at ``decode_context``."""

@@ -147,6 +147,15 @@ class Drafting:
         self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
         self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
 
+    def forecast(self, right: float) -> tuple[int, float]:
+        """Return how many drafts a lone sequence's window has if each is right with this probability, and the factor.
+
+        The factor is that of ``DraftStats``.
+        """
+        count = self._best(Share(rows=1, alone=True), (right,) * MOST_DRAFTS)
+        tokens = sum(right**place for place in range(count + 1))
+        return count, tokens * self._period_s(1) / (self._period_s(1 + count) + count * self._draft_s())
+
     def stats(self) -> DraftStats:
         """Return the counts."""
         return DraftStats(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.padding import Padding
     from rich.table import Table
 
+    from edgepipe.planner.draft_forecast import DraftForecast
     from edgepipe.planner.forecast import Hop
     from edgepipe.planner.preview import LongPrompt
     from edgepipe.planner.shortage import Shortage
@@ -199,6 +200,8 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
     table = make_table("EXPECTED", "", "")
     first = f"first word of a {demand.read_tokens:,}-token prompt in {format_duration_s(found.prompt.first_token_s)}"
     table.add_row("  one chat", f"{found.single.tokens_per_s:.1f} tok/s", first)
+    if (drafts := shown.drafts) is not None:
+        table.add_row("  with drafts", f"{drafts.tokens_per_s:.1f} tok/s", _drafts(drafts))
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
     if many.sequences > 1:
         table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
@@ -230,6 +233,14 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
         yield indented(Text(factors, style="dim"))
     if found.gap > 0.01:
         yield indented(Text(f"another order of machines might be up to {found.gap:.0%} faster", style="dim"))
+
+
+def _drafts(drafts: DraftForecast) -> str:
+    """Describe what a draft model brings to one chat."""
+    if not drafts.count:
+        return f"none pays: {format_duration_s(drafts.draft_s)} each, if {drafts.right:.0%} are right"
+    drafted = f"{drafts.count} a turn, {format_duration_s(drafts.draft_s)} each"
+    return f"{drafts.factor:.2f}x: {drafted}, if {drafts.right:.0%} are right"
 
 
 def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str]]:

@@ -59,6 +59,13 @@ def test_a_draft_model_is_counted_beside_the_head(run: Run) -> None:
     first, second = (sum(stage["weight_bytes"] for stage in each["stages"]) for each in (plain, drafting))
     assert 3.7e9 < second - first < 4.9e9, "its weights and its KV"
     assert drafting["kv_tokens"] < plain["kv_tokens"]
+    told = drafting["draft_model"]
+    assert plain["draft_model"] is None
+    assert told["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * told["factor"], rel=1e-3)
+    assert told["num_bytes"] == pytest.approx(second - first, rel=1e-3)
+    picture = run(*imagined[:-1], "--draft", "llama-3.2-3b:q4_k_m").out
+    assert f"{told['factor']:.2f}x: {told['count']} a turn" in picture
+    assert max(map(len, picture.splitlines())) <= 80
     refused = run(*imagined, "--draft", "qwen3.6-27b")
     assert refused.code == 2
     assert "qwen3.6-27b cannot be a draft model" in refused.err
