@@ -224,6 +224,20 @@ class EmulatedBackend:
         pools = self._need_pools()
         return (self._states if number == len(pools) else pools[number]).host_place(kept)
 
+    def host_place_bytes(self) -> Sequence[int]:
+        """See ``HostMemoryBackend``."""
+        recurrent = [self._states] if self._states.num_slots else []
+        return [each.host_place_bytes for each in (*self._need_pools(), *recurrent)]
+
+    def give_back(self, number: int, places: Sequence[int]) -> None:
+        """See ``HostMemoryBackend``."""
+        pools = self._need_pools()
+        (self._states if number == len(pools) else pools[number]).give_back(places)
+
+    def machine_memory(self) -> tuple[int, int] | None:
+        """Return the memory that a fault file names: an emulated device takes none of the machine's."""
+        return self._faults.machine_memory()
+
     def disk_seconds(self, number: int, count: int, took_s: float) -> float:
         """Wait as long as the emulated device's disk takes, and return that."""
         device = self._settings.device

@@ -10,6 +10,8 @@ BROKEN = "broken"
 """While this file exists, every step fails. If it holds a number, that many steps fail; then it is deleted."""
 FULL = "full"
 """While this file exists, another program occupies the device's memory, and loading fails."""
+MEMORY = "memory"
+"""While this file exists, it holds the bytes that the machine has left for all programs, and all that it has."""
 
 
 class DeviceFaults:
@@ -37,6 +39,13 @@ class DeviceFaults:
             raise DeviceOutOfMemory(
                 "another program occupies the emulated device's memory", fact=f"{self._path(FULL)} exists"
             )
+
+    def machine_memory(self) -> tuple[int, int] | None:
+        """Return the machine's memory that is left, and all of it; None if no file says so."""
+        if not self._has(MEMORY):
+            return None
+        left, total = self._path(MEMORY).read_text().split()
+        return int(left), int(total)
 
     def _count_down(self) -> None:
         """Decrement the number of steps that must fail."""

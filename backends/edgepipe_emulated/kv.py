@@ -21,6 +21,9 @@ Layers = slice | npt.NDArray[np.int64]
 """Layers of a pool: a slice (view) if they follow one another, else indices."""
 
 
+GIVEN_BACK = np.uint64(0xDEAD_BEEF_DEAD_BEEF)  # what a place in host memory holds whose memory the system has
+
+
 class KVStorage:
     """KV values ``[L, num_blocks * block_size]``, initially zero; the system allocates pages when they are written."""
 
@@ -40,6 +43,15 @@ class KVStorage:
     def host_place(self, kept: int) -> list[memoryview]:
         """See ``DiskBackend.host_place``."""
         return [self._host[kept].reshape(-1).view(np.uint8).data]
+
+    @property
+    def host_place_bytes(self) -> int:
+        """Bytes of a place in host memory."""
+        return self._values.shape[0] * self.block_size * self._host.itemsize
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Spoil places in host memory: a step that reads them afterwards gets wrong tokens."""
+        self._host[list(places)] = GIVEN_BACK
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer, one after another."""
@@ -78,6 +90,16 @@ class StateStorage:
     def host_place(self, kept: int) -> list[memoryview]:
         """See ``DiskBackend.host_place``."""
         return [values[kept : kept + 1].view(np.uint8).data for values in self._host.values()]
+
+    @property
+    def host_place_bytes(self) -> int:
+        """Bytes of a place in host memory."""
+        return len(self._host) * np.uint64().itemsize
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """See ``KVStorage.give_back``."""
+        for values in self._host.values():
+            values[list(places)] = GIVEN_BACK
 
     def run(self, layer: int, rows: Sequence[StepRow], values: Words) -> Words:
         """Return a layer's states ``[T]`` behind each token of the rows, and keep those that the rows name.

@@ -9,6 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 import numpy as np
+import psutil
 
 from edgepipe.backend.draft_passes import draft_passes, guesses_of
 from edgepipe.backend.drafting import DraftModel
@@ -483,6 +484,28 @@ class MlxBackend:
                     self._host[place] = stored_block(pool, move.place, self._block_size)
                 else:
                     restore_block(pool, move.place, self._block_size, self._host[place])
+
+    def host_place_bytes(self) -> Sequence[int]:
+        """See ``HostMemoryBackend``."""
+        shard = self._loaded()
+        parts = [part.part for part in shard.slices]
+        classes = stage_classes(shard.config, parts, num_blocks=self._num_blocks, window_blocks=self._window_blocks)
+        sizes = [self.kv_block_bytes(shard.config, own, self._block_size) for _, own in classes]
+        if self._state_slots:
+            sizes.append(shard.config.state_bytes(layer for part in parts for layer in part.layers))
+        return sizes
+
+    def give_back(self, number: int, places: Sequence[int]) -> None:
+        """See ``HostMemoryBackend``."""
+        for layer, pool in self._layer_pools():
+            own = 1 + len(self._window_blocks) if isinstance(pool, LayerStates) else self._class_of[layer]
+            for place in places if own == number else ():
+                self._host.pop((layer, place), None)
+
+    def machine_memory(self) -> tuple[int, int] | None:
+        """See ``HostMemoryBackend``."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def _layer_pools(self) -> Iterator[tuple[int, KVPool | LayerStates | None]]:
         """Yield each loaded layer's index in the model and its pool."""

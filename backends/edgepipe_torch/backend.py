@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
 
@@ -272,6 +273,20 @@ class TorchBackend:
         if self._host_copies is None:
             raise RuntimeError("there is no host memory")
         return self._host_copies.place(number, kept)
+
+    def host_place_bytes(self) -> Sequence[int]:
+        """See ``HostMemoryBackend``."""
+        return self._host_copies.place_bytes() if self._host_copies is not None else ()
+
+    def give_back(self, number: int, places: Sequence[int]) -> None:
+        """See ``HostMemoryBackend``."""
+        if self._host_copies is not None:
+            self._host_copies.give_back(number, places)
+
+    def machine_memory(self) -> tuple[int, int] | None:
+        """See ``HostMemoryBackend``."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def disk_seconds(self, number: int, count: int, took_s: float) -> float:
         """See ``DiskBackend``."""

@@ -142,6 +142,29 @@ class CheckingBackend(Protocol):
 
 
 @runtime_checkable
+class HostMemoryBackend(Protocol):
+    """A backend that gives parts of its host memory (``host_places``) back to the system."""
+
+    def host_place_bytes(self) -> Sequence[int]:
+        """Return the bytes of a place in host memory, by ``TierMove.number``."""
+        ...
+
+    def give_back(self, number: int, places: Sequence[int]) -> None:
+        """Give the memory of places back to the system; what they hold is lost. They may be written again later.
+
+        Called on the loop while no step uses the places. number: as in ``TierMove``.
+        """
+        ...
+
+    def machine_memory(self) -> tuple[int, int] | None:
+        """Return the memory that the machine has left for all programs, and all that it has, in bytes.
+
+        None: host memory is not the machine's.
+        """
+        ...
+
+
+@runtime_checkable
 class DiskBackend(Protocol):
     """A backend whose host memory (``host_places``) can be read and written, so that a disk can lie below it."""
 

@@ -15,7 +15,7 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProt
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
-from edgepipe.scheduler import DiskWork, ScheduledStep
+from edgepipe.scheduler import DiskWork, GivenBack, ScheduledStep
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
@@ -24,7 +24,9 @@ from edgepipe.wire.plans import (
     DiskCopied,
     DiskCopies,
     HomeOpened,
+    HostRoom,
     PipelineSpec,
+    PlacesBack,
     Registration,
     StageTimings,
     StepDone,
@@ -36,7 +38,7 @@ from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
-Report = StepDone | StageTimings | HomeOpened | DiskCopied
+Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom
 
 
 class StageControl:
@@ -185,6 +187,8 @@ class StageControl:
             self._on_report(self.site, from_wire(report.home_opened, HomeOpened))
         elif kind == "disk":
             self._on_report(self.site, from_wire(report.disk, DiskCopied))
+        elif kind == "host_room":
+            self._on_report(self.site, from_wire(report.host_room, HostRoom))
         elif kind == "fault":
             raise self._fault(report)
 
@@ -254,10 +258,18 @@ class StepWriter:
             out=work.moves[0].out,
             host_places=tuple(move.place for move in work.moves),
             disk_places=tuple(move.kept for move in work.moves),
+            afresh=work.afresh,
         )
-        message = stage_pb2.ControlMessage(disk=to_wire(copies, stage_pb2.DiskCopies))
+        self._tell_all([stage_pb2.ControlMessage(disk=to_wire(copies, stage_pb2.DiskCopies))])
+
+    def give_back(self, given: Sequence[GivenBack]) -> None:
+        """Let every stage give the memory of places in host memory back to the system. Raises StepFailed."""
+        places = [PlacesBack(epoch=self._of, memory_class=each.number, places=each.places) for each in given]
+        self._tell_all([stage_pb2.ControlMessage(back=to_wire(each, stage_pb2.PlacesBack)) for each in places])
+
+    def _tell_all(self, messages: Sequence[stage_pb2.ControlMessage]) -> None:
         for stage, _, _ in self._stages:
-            stage.send([message])
+            stage.send(messages)
 
     def _messages(self, steps: Sequence[PlannedStep], *, embeds: bool, samples: bool) -> list[stage_pb2.ControlMessage]:
         """Convert steps for a stage. Those planned ahead go into the message of the step before them."""

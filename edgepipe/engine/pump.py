@@ -18,6 +18,7 @@ from operator import gt, itemgetter
 from edgepipe.clock import Clock
 from edgepipe.engine.control import PlannedStep, Report, StageControl, StepWriter
 from edgepipe.engine.disk_answers import DiskAnswers
+from edgepipe.engine.host_rooms import HostRooms
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
@@ -29,6 +30,7 @@ from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import (
     Event,
+    GivenBack,
     KeptPools,
     ScheduledStep,
     Scheduler,
@@ -40,7 +42,7 @@ from edgepipe.scheduler import (
 from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import DiskCopied, HomeOpened, Registration, StageTimings, StepDone
+from edgepipe.wire.plans import DiskCopied, HomeOpened, HostRoom, Registration, StageTimings, StepDone
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,10 @@ class Pump:
         self._stages: Sequence[StageControl] = ()
         self._writer = StepWriter((), epoch)
         self._disk = DiskAnswers(0)
+        self._host_rooms = HostRooms(0)
+        self.host_problem = ""  # why less host memory is used than there is; empty: nothing else needs it
+        self._disk_again: tuple[float, int] | None = None  # see ``disk_again_unix_s``
+        self._disk_timer: asyncio.TimerHandle | None = None
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
@@ -130,7 +136,7 @@ class Pump:
         self._on_over = on_over
         self._stages = stages
         self._writer = StepWriter(stages, self._epoch)
-        self._disk = DiskAnswers(len(stages))
+        self._disk, self._host_rooms = DiskAnswers(len(stages)), HostRooms(len(stages))
         self._registration = registration
         self._on_news = on_news
         self._ends_at = {part.index: stage.site.index for stage in stages for part in stage.site.slices}
@@ -147,6 +153,8 @@ class Pump:
                 self._fill()
         finally:
             self._watch.close()
+            if self._disk_timer is not None:
+                self._disk_timer.cancel()
 
     def submit(self, specs: Sequence[SequenceSpec], *, accepted: bool = False) -> list[Event]:
         """Queue sequences. Raises PromptTooLong, and QueueFull unless a previous epoch ``accepted`` them."""
@@ -183,6 +191,8 @@ class Pump:
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif isinstance(report, DiskCopied):
             self._copied(site, report)
+        elif isinstance(report, HostRoom):
+            self._bound_host(site, report)
         elif self._error is None:
             self._check_timings(site, report)
             now_s = self._clock.monotonic_s()
@@ -197,11 +207,38 @@ class Pump:
             raise _unexpected(site, str(exc)) from exc
         if answer is None:
             return
-        scheduler, before = self._scheduler, self._scheduler.stats().disk_problem
-        scheduler.disk_done(report.number, failed=answer.failed, seconds=answer.seconds, problem=answer.problem)
-        if (problem := scheduler.stats().disk_problem) and not before:
-            logger.warning("idle conversations go to disk no more: %s", problem)
+        before, now_s = self._scheduler.stats(), self._clock.monotonic_s()
+        self._scheduler.disk_done(
+            report.number, failed=answer.failed, seconds=answer.seconds, problem=answer.problem, now_s=now_s
+        )
+        after = self._scheduler.stats()
+        if after.disk_problem and not before.disk_problem:
+            logger.warning("idle conversations do not go to disk for now: %s", after.disk_problem)
+        elif before.disk_problem and not after.disk_problem:
+            logger.info("idle conversations go to disk again")
         self._wake.set()
+
+    def _bound_host(self, site: StageSite, room: HostRoom) -> None:
+        """Use as much host memory as the stages have now."""
+        permille = self._host_rooms.note(site.index, site.node_name, room)
+        if permille is None:
+            return
+        self._scheduler.bound_host(permille)
+        before, self.host_problem = self.host_problem, self._host_rooms.problem
+        if self.host_problem and not before:
+            logger.warning("idle conversations keep less RAM for now: %s", self.host_problem)
+        elif before and not self.host_problem:
+            logger.info("idle conversations keep all their RAM again")
+        self._wake.set()
+
+    def disk_again_unix_s(self, again_s: float | None) -> int:
+        """Convert the time when a disk is tried again to the wall clock's; 0: none rests."""
+        if again_s is None:
+            return 0
+        if self._disk_again is None or self._disk_again[0] != again_s:  # one answer, although clocks drift
+            wall_s = self._clock.wall_s() + again_s - self._clock.monotonic_s()
+            self._disk_again = again_s, max(1, round(wall_s))
+        return self._disk_again[1]
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
         """Return the sequences of each step in flight."""
@@ -406,12 +443,29 @@ class Pump:
             self.micro_batches.sent(step, self._clock.monotonic_s())
         if steps:
             self._writer.send(steps)
-        while self._error is None and (work := self._scheduler.next_disk_work()) is not None:
-            self._disk.sent(work)
-            self._writer.copy(work)
+        given: list[GivenBack] = []
+        while self._error is None and (back := self._scheduler.next_given_back()) is not None:
+            given.append(back)
+        if given:
+            self._writer.give_back(given)
+        self._use_disk()
         if self._in_flight:
             oldest = self._in_flight[0]
             self._watch.oldest_is(oldest.step, len(oldest.token_ids))
+
+    def _use_disk(self) -> None:
+        """Send the next works for the disks, and wake when a disk that rests is tried again."""
+        now_s = self._clock.monotonic_s()
+        while self._error is None and (work := self._scheduler.next_disk_work(now_s=now_s)) is not None:
+            self._disk.sent(work)
+            self._writer.copy(work)
+        again_s = self._scheduler.disk_again_s
+        if again_s is not None and again_s > now_s and self._disk_timer is None and self._error is None:
+            self._disk_timer = asyncio.get_running_loop().call_later(again_s - now_s, self._try_disk)
+
+    def _try_disk(self) -> None:
+        self._disk_timer = None
+        self._wake.set()
 
     def _planned(self, step: ScheduledStep) -> PlannedStep:
         registrations = [self._registration(each, self._scheduler.tokens(each)) for each in step.registers]

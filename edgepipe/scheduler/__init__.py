@@ -5,6 +5,7 @@ No clock, no network, no randomness. The engine drives it against real stages, t
 
 from edgepipe.scheduler.blocks import BlockAllocator
 from edgepipe.scheduler.disk_works import DiskWork
+from edgepipe.scheduler.host_tier import GivenBack
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.limits import HostRates, SchedulerLimits, SchedulerStats
@@ -35,6 +36,7 @@ __all__ = [
     "DiskWork",
     "EndReason",
     "Event",
+    "GivenBack",
     "HostRates",
     "KVPool",
     "KeptPools",

@@ -4,7 +4,9 @@ A *work* is a few copies of one memory class in one direction. All stages perfor
 uses its places. A slow disk delays no step: what host memory gives up before it has a copy on disk is lost. What a
 stage cannot read again (it is damaged, or was not written) is lost, too, and computed again.
 
-The disk is given up if a stage reports a problem, or if reading a block takes longer than computing it.
+The disk *rests* if a stage reports a problem, or if copying a block takes longer than computing it: what lies there is
+forgotten, and after a pause one work tries it again. The pause doubles from a minute to a quarter of an hour, until the
+disk has worked for that long.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _MOST_WORKS = 4  # under way: bounds the queue of a stage
 _MOST_MOVES = 32  # in a work: 70 MB of a 32B on two stages, a few hundredths of a second
 _TRIALS = 8  # works of blocks that are timed before their mean counts against the disk
 _NEWEST = 0.2  # weight of the newest work in the mean
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 900.0  # a USB disk is plugged in again in the first; a full one takes a person
 
 
 class DiskWork(NamedTuple):
@@ -32,6 +35,7 @@ class DiskWork(NamedTuple):
 
     number: int  # from 1
     moves: tuple[TierMove, ...]
+    afresh: bool = False  # the disk rested: stages with a problem open a new file
 
 
 class DiskWorks:
@@ -51,7 +55,11 @@ class DiskWorks:
         self._settled: list[Key] = []  # tickets
         self._seconds: dict[int, float] = {}  # of one copy, by memory class: a mean
         self._num_timed = 0  # works of blocks of the context
-        self.problem = ""  # why the disk was given up; empty: it was not
+        self.problem = ""  # why the disk rests; empty: it is used
+        self.again_s: float | None = None  # when it is tried again, on the caller's clock; None: it is used
+        self._pause_s = 0.0  # the newest pause; 0: the disk has worked for long
+        self._works_since_s = 0.0  # when the last trial went well
+        self._trial: int | None = None  # number of the work that tries the disk
         self.num_fetched = 0  # blocks of the context that came back from disk
 
     def seconds(self, missing: Iterable[tuple[HostTier, Sequence[Key]]]) -> float:
@@ -76,13 +84,14 @@ class DiskWorks:
         settled, self._settled = self._settled, []
         return settled
 
-    def next(self, unsettled: Sequence[TierMove], *, idle: bool) -> DiskWork | None:
+    def next(self, unsettled: Sequence[TierMove], *, idle: bool, now_s: float = 0.0) -> DiskWork | None:
         """Return the next work for all stages; None without one, or while enough of them are under way.
 
         unsettled  moves that not all stages have performed for certain
         idle       no step is in flight, so these moves may wait for ever
+        now_s      the present time of any monotonic clock, the same for all calls
         """
-        if not self.may_begin:
+        if not self.may_begin(now_s):
             return None
         stores, all_moves = list[set[int]](), list[set[int]]()
         for tier in self._tiers:
@@ -99,56 +108,75 @@ class DiskWorks:
             self._stop_fetching()
         return None
 
-    def done(self, number: int, *, failed: Collection[int] = (), seconds: float = 0.0, problem: str = "") -> None:
+    def done(
+        self,
+        number: int,
+        *,
+        failed: Collection[int] = (),
+        seconds: float = 0.0,
+        problem: str = "",
+        now_s: float = 0.0,
+    ) -> None:
         """Note that all stages have answered a work.
 
         failed   moves that a stage could not perform, by their place in ``DiskWork.moves``
         seconds  that it took on the slowest stage; 0: not known
-        problem  why a stage can use its disk no more; empty: it can
+        problem  why a stage cannot use its disk; empty: it can
+        now_s    see ``next``
 
         Raises KeyError for a work that is not under way.
         """
         moves = self._under_way.pop(number)
+        tries, self._trial = number == self._trial, None
+        counts = tries or not self.problem  # else it was sent before the disk rested
         for place, (key, move) in enumerate(moves):
-            tier, done = self._tiers[move.number], place not in failed and not self.problem
+            tier, done = self._tiers[move.number], place not in failed and counts
             if move.out:
                 tier.written(key, done=done)
             else:
                 tier.arrived(key, done=done)
                 self.num_fetched += done and not move.number
-        if seconds and not self.problem:
-            self._note_seconds(moves[0][1].number, seconds / len(moves))
-        if problem and not self.problem:
-            self.give_up(problem)
+        if problem and counts:
+            self.rest(problem, now_s=now_s)
+        elif tries:
+            self.problem, self.again_s, self._works_since_s = "", None, now_s
+        elif seconds and counts:
+            self._note_seconds(moves[0][1].number, seconds / len(moves), now_s)
         self._settle()
 
-    def give_up(self, problem: str) -> None:
-        """Use the disk no more."""
-        self.problem = problem
-        self._stop_fetching()
+    def rest(self, problem: str, *, now_s: float) -> None:
+        """Use the disk no more for a pause, and forget what lies there."""
+        if not self.problem and now_s - self._works_since_s >= LONGEST_PAUSE_S:
+            self._pause_s = 0.0
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if self._pause_s else FIRST_PAUSE_S
+        self.problem, self.again_s = problem, now_s + self._pause_s
+        self._seconds.clear()
+        self._num_timed = 0
         for tier in self._tiers:
-            if tier.disk is not None:
-                tier.disk.clear()
+            tier.forget_disk()
 
     def carry_over(self, tiers: Sequence[HostTier]) -> DiskWorks:
         """Return the works of the next epoch, with what was learned about the disk."""
         after = DiskWorks(tiers, block_s=self._block_s)
         after._seconds, after._num_timed = dict(self._seconds), self._num_timed
-        after.problem = self.problem
+        after.problem, after.again_s = self.problem, self.again_s
+        after._pause_s, after._works_since_s = self._pause_s, self._works_since_s
         return after
 
-    @property
-    def may_begin(self) -> bool:
-        """Whether ``next`` may have a work."""
-        busy = bool(self.problem) or len(self._under_way) >= _MOST_WORKS
-        return not busy and any(tier.any_due for tier in self._tiers)
+    def may_begin(self, now_s: float = 0.0) -> bool:
+        """Whether ``next`` may have a work. A disk that rests gets one after its pause, when all others have ended."""
+        if self.again_s is not None and (self._under_way or now_s < self.again_s):
+            return False
+        return len(self._under_way) < _MOST_WORKS and any(tier.any_due for tier in self._tiers)
 
     def _begin(self, moves: list[tuple[Key, TierMove]]) -> DiskWork:
         self._last += 1
         self._under_way[self._last] = moves
-        return DiskWork(self._last, tuple(move for _, move in moves))
+        if self.problem:
+            self._trial = self._last
+        return DiskWork(self._last, tuple(move for _, move in moves), afresh=bool(self.problem))
 
-    def _note_seconds(self, number: int, place_s: float) -> None:
+    def _note_seconds(self, number: int, place_s: float, now_s: float) -> None:
         before = self._seconds.get(number, place_s)
         self._seconds[number] = mean_s = before + _NEWEST * (place_s - before)
         if number or self._block_s is None:
@@ -156,7 +184,7 @@ class DiskWorks:
         self._num_timed += 1
         if self._num_timed >= _TRIALS and mean_s >= self._block_s:
             took, again = f"{1e3 * mean_s:.3g} ms", f"{1e3 * self._block_s:.3g} ms"
-            self.give_up(f"the disk is slow: it takes {took} for a block, computing one takes {again}")
+            self.rest(f"the disk is slow: it takes {took} for a block, computing one takes {again}", now_s=now_s)
 
     def _stop_fetching(self) -> None:
         for tier in self._tiers:

@@ -9,6 +9,10 @@ A step carries its moves in order (``ScheduledStep.moves``), and stages perform 
 Below host memory may be a file on every stage (``disk_places.py``). All but a quarter of host memory has copies there,
 and those places go first, so a block that leaves host memory is still known. ``fetch`` brings it back to a place in
 host memory. No step carries these copies, since disks are slow: see ``disk_works.py``.
+
+Other programs may need the machine's memory. Then ``set_bound`` leaves fewer places in use, and ``give_back`` returns
+those whose memory the stages give back to the system. Without anything in flight, a place is in use, free or given
+back.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from itertools import islice
-from typing import TYPE_CHECKING
+from itertools import chain, islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgepipe.backend.types import TierMove
 from edgepipe.scheduler.disk_places import DiskPlaces
@@ -38,6 +42,13 @@ class Tier(IntEnum):
     DISK = 2
 
 
+class GivenBack(NamedTuple):
+    """Places of one memory class in host memory whose memory stages give back to the system."""
+
+    number: int  # of the memory class
+    places: tuple[int, ...]
+
+
 class HostTier:
     """The places of one memory class in host memory."""
 
@@ -49,6 +60,8 @@ class HostTier:
         """
         self.number = number
         self.num_places = num_places
+        self.bound = num_places  # places that may be used now
+        self._given_back: list[int] = []  # places without memory: those beyond the bound
         self.disk = disk
         self._unwritten: OrderedDict[Key, None] = OrderedDict()  # current keys without a copy on disk, ordered alike
         self._writing: set[Key] = set()  # keys of which a copy is being written: their places stay
@@ -113,6 +126,38 @@ class HostTier:
             return False
         self._drop(key)  # the device will have a better one
         return True
+
+    # The bound
+
+    def set_bound(self, bound: int) -> None:
+        """Use so many places from now on."""
+        self.bound = max(0, min(bound, self.num_places))
+        while self._given_back and self.num_places - len(self._given_back) < self.bound:
+            self._free.append(self._given_back.pop())
+
+    @property
+    def num_over(self) -> int:
+        """Places beyond the bound that still have memory."""
+        return self.num_places - len(self._given_back) - self.bound
+
+    def give_back(self, unsettled: Collection[int], *, most: int) -> list[int]:
+        """Return the next places beyond the bound that nothing uses. ``set_bound`` may let them be used again.
+
+        Free places go first, then those of the longest unused keys. ``unsettled``: see ``reads``.
+        """
+        count = min(most, self.num_over)
+        if count < 1:
+            return []
+        taken = list(islice((place for place in self._free if place not in unsettled), count))
+        written = (key for key in self._places if self._is_written(key))
+        idle = (key for key in chain(written, self._unwritten) if self._places[key] not in unsettled)
+        for key in list(islice(idle, count - len(taken))):
+            taken.append(self._places[key])
+            self._drop(key)
+        gone = set(taken)
+        self._free = [place for place in self._free if place not in gone]
+        self._given_back += taken
+        return taken
 
     def lose(self) -> None:
         """Mark all copies stale."""
@@ -180,6 +225,14 @@ class HostTier:
         """Return whether ``fetch`` was called for this key and its copy has not arrived."""
         return key in self._reading or key in self._wanted
 
+    def forget_disk(self) -> None:
+        """Forget the copies on disk."""
+        self.stop_fetching()
+        if self.disk is not None:
+            self.disk.clear()
+            current = (key for key in self._places if key not in self._stale and key not in self._writing)
+            self._unwritten = OrderedDict.fromkeys(current)
+
     def stop_fetching(self) -> None:
         """Bring nothing more from disk but what is coming already."""
         self._wanted.clear()
@@ -189,6 +242,8 @@ class HostTier:
         assert self.disk is not None
         self._writing.discard(key)
         self.disk.end_write(key, done=done)
+        if not done and key in self._places and key not in self._stale:
+            self._note_unwritten(key)
 
     def arrived(self, key: Key, *, done: bool) -> None:
         """Note that a copy from disk has ended. ``done``: all stages have it in host memory; else it is lost."""
@@ -217,12 +272,12 @@ class HostTier:
     @property
     def most_needed(self) -> int:
         """Places for what one prompt needs from disk or has here: the others may hold what the disk does not have."""
-        return self.num_places - self.num_places // _UNWRITTEN_SHARE
+        return self.bound - self.bound // _UNWRITTEN_SHARE
 
     @property
     def _excess(self) -> int:
         """Number of keys without a copy on disk, beyond those that may stay so."""
-        return len(self._unwritten) - self.num_places // _UNWRITTEN_SHARE if self.disk is not None else 0
+        return len(self._unwritten) - self.bound // _UNWRITTEN_SHARE if self.disk is not None else 0
 
     def _is_written(self, key: Key) -> bool:
         return key not in self._unwritten and key not in self._writing
@@ -242,6 +297,7 @@ class HostTier:
         """Return the same places for the next epoch, without copies that not all stages have for certain."""
         disk = self.disk.carry_over() if self.disk is not None else None
         after = HostTier(self.number, self.num_places, moves, disk=disk)
+        after.bound = self.bound  # some stages may not have given back all places beyond it: that begins again
         written = {move.kept for move in unsettled if move.out and move.number == self.number}
         kept = {key: place for key, place in self._places.items() if place not in written}
         after._places = OrderedDict(kept)

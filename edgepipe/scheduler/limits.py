@@ -88,11 +88,13 @@ class SchedulerStats:
     computed_tokens: int  # count since the start, prefill and decode
     kept_tokens: int = 0  # tokens of sequences from the previous epoch that were found still computed
     host_blocks: int = 0  # blocks of the context that host memory has room for
+    host_bound: int = 0  # of these, those that may be used now: other programs may need the memory
     used_host_blocks: int = 0  # blocks of the context in host memory
     restored_tokens: int = 0  # count since the start: tokens of the prefix cache that came back from host memory
     disk_blocks: int = 0  # blocks of the context that the disk has room for
     used_disk_blocks: int = 0  # blocks of the context on disk
     fetched_tokens: int = 0  # count since the start: tokens whose KV came from disk to host memory
-    disk_problem: str = ""  # why the disk is used no more
+    disk_problem: str = ""  # why the disk rests
+    disk_again_s: float | None = None  # when it is tried again, on the clock of ``disk_done``; None: it is used
     # Tokens of the same sequences that the first stages recomputed, up to the last one that lost them.
     replayed_tokens: int = 0

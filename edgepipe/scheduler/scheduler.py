@@ -21,6 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.batch_ways import BatchWay
 from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
+from edgepipe.scheduler.host_tier import GivenBack
 from edgepipe.scheduler.in_flight import InFlight, StepCounts
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key
@@ -176,19 +177,48 @@ class Scheduler:
         """Set what chooses windows of drafts. Without it, no drafts are wanted."""
         self._drafting = drafting
 
-    # Between host memory and the disk
+    # Below the device
 
-    def next_disk_work(self) -> DiskWork | None:
-        """Return the next work for the disks of all stages, or None. Call it after ``next_step`` has returned None."""
-        if (disk := self._tables.disk) is None or not disk.may_begin:
+    def bound_host(self, permille: int) -> None:
+        """Use only this share of host memory's places from now on. Then call ``next_given_back``."""
+        self._tables.bound_host(permille)
+
+    def next_given_back(self) -> GivenBack | None:
+        """Return the next places in host memory whose memory all stages give back to the system, or None.
+
+        Call it after ``next_step`` has returned None. Stages obey in the order of steps and this.
+        """
+        if not self._tables.any_over:
+            return None
+        return self._tables.give_back([*self._moves_in_flight(), *self._tables.waiting_moves])
+
+    @property
+    def disk_again_s(self) -> float | None:
+        """When a disk that rests is tried again, on the clock of ``disk_done``; None: none rests."""
+        return self._tables.disk.again_s if self._tables.disk is not None else None
+
+    def next_disk_work(self, *, now_s: float = 0.0) -> DiskWork | None:
+        """Return the next work for the disks of all stages, or None. Call it after ``next_step`` has returned None.
+
+        ``now_s``: the present time of any monotonic clock, the same for ``disk_done``.
+        """
+        if (disk := self._tables.disk) is None or not disk.may_begin(now_s):
             return None
         unsettled = [*self._moves_in_flight(), *self._tables.waiting_moves]
-        return disk.next(unsettled, idle=not self._in_flight)
+        return disk.next(unsettled, idle=not self._in_flight, now_s=now_s)
 
-    def disk_done(self, number: int, *, failed: Collection[int] = (), seconds: float = 0.0, problem: str = "") -> None:
+    def disk_done(
+        self,
+        number: int,
+        *,
+        failed: Collection[int] = (),
+        seconds: float = 0.0,
+        problem: str = "",
+        now_s: float = 0.0,
+    ) -> None:
         """See ``DiskWorks.done``. Then call ``next_step`` again."""
         if self._tables.disk is not None:
-            self._tables.disk.done(number, failed=failed, seconds=seconds, problem=problem)
+            self._tables.disk.done(number, failed=failed, seconds=seconds, problem=problem, now_s=now_s)
             self._head_does_not_fit = False
 
     # Output
@@ -381,12 +411,14 @@ class Scheduler:
             kept_tokens=self._tables.kept_tokens,
             replayed_tokens=self._tables.replayed_tokens,
             host_blocks=host.num_places if host is not None else 0,
+            host_bound=host.bound if host is not None else 0,
             used_host_blocks=host.used_places if host is not None else 0,
             restored_tokens=self._tables.restored_tokens,
             disk_blocks=disk.num_places if disk is not None else 0,
             used_disk_blocks=disk.used_places if disk is not None else 0,
             fetched_tokens=works.num_fetched * self._limits.block_size if works is not None else 0,
             disk_problem=works.problem if works is not None else "",
+            disk_again_s=works.again_s if works is not None else None,
         )
 
     # Filling a step

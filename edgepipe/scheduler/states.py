@@ -155,8 +155,12 @@ class StateClass:
         return best
 
     def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
-        """Return whether a sequence may write the stale snapshot behind ``hits`` blocks if it begins at ``begin``."""
-        return hits == begin or self._by_key[keys[hits - 1]] in self._idle
+        """Return whether a sequence may write the stale snapshot behind ``hits`` blocks if it begins at ``begin``.
+
+        A snapshot may be current behind stale blocks: older copies of these, out of a tier below. Nothing writes it.
+        """
+        slot = self._by_key[keys[hits - 1]] if hits > begin else None
+        return slot is None or (slot in self._idle and slot in self._stale)
 
     def awaited(self, keys: Seq[Key], begin: int, end: int, owner: SequenceId | None) -> Key | None:
         """Return the key of the last block, of those in ``[begin, end)``, behind which a sequence takes a snapshot.

@@ -9,7 +9,7 @@ from edgepipe.backend.types import BlockCopy, TierMove
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.disk_places import DiskPlaces
 from edgepipe.scheduler.disk_works import DiskWorks
-from edgepipe.scheduler.host_tier import HostTier, Tier
+from edgepipe.scheduler.host_tier import GivenBack, HostTier, Tier
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
@@ -17,6 +17,7 @@ from edgepipe.scheduler.sequence import NEVER, Sequence
 from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.windows import WindowClass
 
+_MOST_GIVEN_BACK = 32  # places at once: 70 MB of a 32B on two stages, a few milliseconds
 _SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
 
 
@@ -34,6 +35,7 @@ class BlockTables:
         if limits.disk_places:
             rates = limits.host_rates
             self.disk = DiskWorks(tiers, block_s=rates.token_s * limits.block_size if rates is not None else None)
+        self._hosts = tiers
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0])
         self._windows = [
             WindowClass(pool, KVPool(pool.num_blocks, contiguous=False, host=host))
@@ -109,7 +111,7 @@ class BlockTables:
         self._kv = pools.context
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
         self._states = pools.states
-        self._moves, self.disk = pools.moves, pools.disk
+        self._moves, self.disk, self._hosts = pools.moves, pools.disk, pools.hosts
 
     def take_moves(self) -> tuple[TierMove, ...]:
         """Remove and return the moves that the next step performs, in order."""
@@ -128,6 +130,24 @@ class BlockTables:
     def host(self) -> HostTier | None:
         """Blocks of the context in host memory; None without such memory."""
         return self._kv.host
+
+    def bound_host(self, permille: int) -> None:
+        """Use only this share of host memory's places, in every class."""
+        for host in self._hosts:
+            host.set_bound(host.num_places * permille // 1000)
+
+    @property
+    def any_over(self) -> bool:
+        """Whether host memory has places beyond its bound."""
+        return any(host.num_over > 0 for host in self._hosts)
+
+    def give_back(self, unsettled: Seq[TierMove]) -> GivenBack | None:
+        """Return the next places beyond the bound, which nothing uses. ``unsettled``: see ``DiskWorks.next``."""
+        for host in self._hosts:
+            own = {move.kept for move in unsettled if move.number == host.number}
+            if places := host.give_back(own, most=_MOST_GIVEN_BACK):
+                return GivenBack(host.number, tuple(places))
+        return None
 
     def awaited(self, sequence: Sequence) -> Key | None:
         """Return the key of the last of the prompt's next blocks that other sequences are computing; None if none.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -16,6 +17,7 @@ from edgepipe.planner.plan import Constraints, plan
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
 from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.kv_forms import block_tokens
 from edgepipe.spec.memory_classes import MOST_TOKENS, memory_classes
 from edgepipe.units import LinkShape, format_bytes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
@@ -40,7 +42,7 @@ class ImaginedCluster:
     context_length: int = 0  # tokens; 0: the model's
     kv_tokens: int = 0  # 0: as many as fit
     kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: bf16
-    block_size: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block that the devices prefer
     max_running: int = 256
     host_s: float = HOST_S  # one small message, on each machine
     seed: int = 0
@@ -145,17 +147,18 @@ def _limits(
     """Use one number of blocks for all stages: the smallest stage's."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
     classes = memory_classes(cluster.config, cluster.kv)
+    block_size = block_tokens(cluster.kv, cluster.block_size)
     num_blocks = min(
         classes.most_blocks(
-            cluster.block_size * cost.kv_bytes_per_token(slices),
+            block_size * cost.kv_bytes_per_token(slices),
             [
-                cluster.block_size * cost.kv_bytes_per_token(classes.layers(number, slices))
+                block_size * cost.kv_bytes_per_token(classes.layers(number, slices))
                 for number in range(1, 1 + len(classes.windows))
             ],
             state_bytes=cluster.config.state_bytes(layer for part in slices for layer in part.layers),
-            block_size=cluster.block_size,
+            block_size=block_size,
             room_bytes=(devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE,
-            wanted=((cluster.kv_tokens or MOST_TOKENS) + classes.rest_tokens) // cluster.block_size,
+            wanted=-(-((cluster.kv_tokens or MOST_TOKENS) + classes.rest_tokens) // block_size),
             most_slots=most_slots,
         )
         for name, (cost, slices) in held.items()
@@ -168,11 +171,11 @@ def _limits(
         )
     return SchedulerLimits(
         num_blocks=num_blocks,
-        block_size=cluster.block_size,
+        block_size=block_size,
         context_length=cluster.config.context_for(cluster.context_length),
         micro_batches=len(held),
         max_running=cluster.max_running,
-        windows=classes.pools(num_blocks=num_blocks, block_size=cluster.block_size),
-        states=classes.states(num_blocks=num_blocks, block_size=cluster.block_size, most=most_slots),
+        windows=classes.pools(num_blocks=num_blocks, block_size=block_size),
+        states=classes.states(num_blocks=num_blocks, block_size=block_size, most=most_slots),
         rest_tokens=classes.rest_tokens,
     )

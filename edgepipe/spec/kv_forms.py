@@ -5,7 +5,7 @@ A vector is a head's key or value of one token (D values); see ``Attention.kv_ve
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from edgepipe.errors import ConfigInvalid
@@ -72,6 +72,11 @@ def span_tokens(form: str, block_size: int) -> int:
     Spans divide blocks, so that a sequence which begins behind cached blocks begins with a span.
     """
     return gcd(SPAN_TOKENS, block_size) if form == KV_4BIT else 0
+
+
+def block_tokens(form: str, size: int) -> int:
+    """Return the tokens per KV block of a form on devices that prefer blocks of ``size``: whole spans."""
+    return lcm(size, SPAN_TOKENS) if form == KV_4BIT else size
 
 
 def rest_tokens(form: str) -> int:

@@ -2,6 +2,9 @@
 
 The thread never makes a step wait, nor the loop. It works in the order of ``perform``. What belongs to an ended epoch
 is dropped: ``begin_epoch`` returns after the last byte of it that could still reach host memory.
+
+After a problem (a full disk, one that fails or hangs) each answer names it, until the engine asks for copies afresh:
+then a new file is opened. The engine decides when (``scheduler/disk_works.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from edgepipe.backend.protocol import DiskBackend
 from edgepipe.clock import Clock
@@ -20,11 +24,14 @@ from edgepipe.plain_words import plain
 from edgepipe.stage.tier_file import Damaged, TierFile
 from edgepipe.wire.plans import DiskCopied, DiskCopies
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 LATE_S = 20.0  # a disk that has not done a few copies by then hangs: even a slow one writes 100 MB in this time
 _MOST_QUEUED = 8  # messages: an engine sends four, and those of an ended epoch may still be there
 _MOST_COPIES = 256  # in a message
+_HANGS = "the disk still hangs"
 _CLOSE_S = 2.0  # time for the current copy; a disk that hangs is left behind
 
 
@@ -46,22 +53,28 @@ class DiskTier:
         late_s  time after which a disk counts as one that hangs
         """
         self._backend = backend
+        self._folder = folder
         self._host_places, self._disk_places = tuple(host_places), tuple(disk_places)
         self._clock = clock
         self._late_s = late_s
         self._problem = ""
+        self._said = ""  # the newest problem that was logged
         self._file: TierFile | None = None
         self._epoch = 0  # copies of others are dropped
         self._lock = threading.Lock()  # held while host memory is written, and to change ``_epoch``
         self._num_queued = 0
+        self._num_left = 0  # jobs that the thread has not ended
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        sizes = [sum(map(len, backend.host_place(number, 0))) for number in range(len(host_places))]
-        try:
-            self._file = TierFile(folder, sizes, disk_places)
-        except OSError as exc:
-            self._fail(f"no file can be made in {folder}: {plain(exc)}")
+        self._sizes = [sum(map(len, backend.host_place(number, 0))) for number in range(len(host_places))]
+        self._open()
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
         self._thread.start()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the file takes."""
+        file = self._file
+        return file.num_bytes if file is not None else 0
 
     def begin_epoch(self) -> None:
         """Drop the copies that have not been made."""
@@ -71,16 +84,19 @@ class DiskTier:
     def forget(self) -> None:
         """Forget what is in the file: another engine begins."""
         self.begin_epoch()
-        if self._file is not None:
-            self._jobs.put(self._file.forget)
+        self._put(self._forget)
 
     async def perform(self, copies: DiskCopies) -> DiskCopied:
         """Make the copies of the open epoch, and return what became of them. Raises RemoteProtocolError."""
         check_copies(copies, self._host_places, self._disk_places, num_queued=self._num_queued)
+        if copies.afresh and self._num_left:
+            return self._copied(copies, failed=range(len(copies.host_places)), problem=self._problem or _HANGS)
+        if copies.afresh:
+            self._put(self._open if self._problem else self._forget)
         loop, epoch = asyncio.get_running_loop(), self._epoch
         answer: asyncio.Future[DiskCopied] = loop.create_future()
         self._num_queued += 1
-        self._jobs.put(lambda: loop.call_soon_threadsafe(_settle, answer, self._make(copies, epoch)))
+        self._put(lambda: self._make(copies, epoch), lambda copied: loop.call_soon_threadsafe(_settle, answer, copied))
         try:
             async with asyncio.timeout(self._late_s):
                 return await answer
@@ -97,11 +113,42 @@ class DiskTier:
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
+    def _put(self, job: Callable[[], T], done: Callable[[T], object] = lambda _: None) -> None:
+        """Let the thread do a job, and then call ``done`` with its result."""
+
+        def run() -> None:
+            result = job()
+            with self._lock:
+                self._num_left -= 1
+            done(result)
+
+        with self._lock:
+            self._num_left += 1
+        self._jobs.put(run)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        self._close_file()
+
+    def _open(self) -> None:
+        """Begin with a new file, and without a problem."""
+        self._close_file()
+        self._problem = ""
+        try:
+            self._file = TierFile(self._folder, self._sizes, self._disk_places)
+        except OSError as exc:
+            self._fail(f"no file can be made in {self._folder}: {plain(exc)}")
+
+    def _forget(self) -> None:
         if self._file is not None:
-            self._file.close()
+            self._file.forget()
+
+    def _close_file(self) -> None:
+        """Give the file's space back."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _make(self, copies: DiskCopies, epoch: int) -> DiskCopied:
         begun_s, failed, number = self._clock.monotonic_s(), list[int](), copies.memory_class
@@ -113,6 +160,8 @@ class DiskTier:
                 done = False
             if not done or self._problem:
                 failed.append(index)
+        if self._problem:
+            self._close_file()
         if failed:
             return self._copied(copies, failed=failed)
         took_s = self._backend.disk_seconds(number, len(copies.host_places), self._clock.monotonic_s() - begun_s)
@@ -141,18 +190,26 @@ class DiskTier:
         return True
 
     def _fail(self, problem: str) -> None:
-        """Use the disk no more. Say so once."""
-        if not self._problem:
-            self._problem = problem
-            logger.warning("idle conversations go to disk no more: %s", problem)
+        """Use the file no more. Say each problem once."""
+        if self._problem:
+            return
+        self._problem = problem
+        logger.log(
+            logging.DEBUG if problem == self._said else logging.WARNING,
+            "idle conversations do not go to disk for now: %s",
+            problem,
+        )
+        self._said = problem
 
-    def _copied(self, copies: DiskCopies, *, failed: Sequence[int] = (), took_s: float = 0.0) -> DiskCopied:
+    def _copied(
+        self, copies: DiskCopies, *, failed: Sequence[int] = (), took_s: float = 0.0, problem: str = ""
+    ) -> DiskCopied:
         return DiskCopied(
             epoch=copies.epoch,
             number=copies.number,
             failed=tuple(failed),
             took_us=round(1e6 * took_s),
-            problem=self._problem,
+            problem=problem or self._problem,
         )
 
 

@@ -14,7 +14,16 @@ from edgepipe.link.serving import Replies
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import DiskCopied, HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
+from edgepipe.wire.plans import (
+    DiskCopied,
+    HomeTokens,
+    HostRoom,
+    LinkSample,
+    StageTimings,
+    StepDone,
+    StepTiming,
+    done_to_wire,
+)
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
@@ -45,6 +54,10 @@ class Reports:
     def disk(self, copied: DiskCopied) -> None:
         """Report what became of copies between host memory and the disk."""
         self._put(stage_pb2.StageReport(disk=to_wire(copied, stage_pb2.DiskCopied)))
+
+    def host_room(self, room: HostRoom) -> None:
+        """Report how much of its host memory the stage may use."""
+        self._put(stage_pb2.StageReport(host_room=to_wire(room, stage_pb2.HostRoom)))
 
     def done(self, done: StepDone) -> None:
         """Report a retired step."""

@@ -15,11 +15,9 @@ from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, check_hello, hello_from_wire
 from edgepipe.wire.plans import (
-    DiskCopies,
+    Command,
     OpenRing,
     PipelineSpec,
-    Registrations,
-    StepPlan,
     commands_from_wire,
     spec_from_wire,
 )
@@ -39,7 +37,7 @@ class Commands:
 
     async def feed(
         self,
-        take: Callable[[Sequence[StepPlan | Registrations | DiskCopies]], None],
+        take: Callable[[Sequence[Command]], None],
         *,
         refuse: Callable[[Exception], None],
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from edgepipe.backend.protocol import Backend, DiskBackend, DraftingBackend, ExplainingBackend
+from edgepipe.backend.protocol import Backend, DiskBackend, DraftingBackend, ExplainingBackend, HostMemoryBackend
 from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, SlowPath, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import (
@@ -46,6 +46,7 @@ from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
 from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
+from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
 from edgepipe.stage.stage_epoch import Counters, MakeLink, StageEpoch, Tools
@@ -88,6 +89,7 @@ class StageProgress:
     strays: int = 0  # messages of other epochs, dropped
     repeats: int = 0  # repeated plans, dropped
     limit_s: float = 0.0  # the device hangs if a started step makes no progress within this
+    disk_bytes: int = 0  # what the file of KV takes
 
 
 class Stage:
@@ -150,6 +152,7 @@ class Stage:
         self._current: StageEpoch | None = None
         self._disk_folder = disk_folder
         self._disk: DiskTier | None = None
+        self._host: HostWatch | None = None
         self._open_s = open_s
         self._handlers: set[asyncio.Task[Any]] = set()  # tasks that handle streams
         self._closed = False
@@ -223,6 +226,7 @@ class Stage:
             strays=counters.strays,
             repeats=counters.repeats,
             limit_s=self._compute.limit_s(),
+            disk_bytes=self._disk.num_bytes if self._disk is not None else 0,
         )
 
     def trace(self) -> list[TraceEntry]:
@@ -344,6 +348,8 @@ class Stage:
                 self._disk = None
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
+            if new:
+                self._host = self._new_host(spec)
             if new and spec.disk_places:
                 self._disk = self._new_disk(spec)
             elif self._disk is not None and writer != self._kv_writer:
@@ -359,9 +365,16 @@ class Stage:
                 mtp_slice=shard.mtp_slice,
                 draft_model=self._draft_model,
                 disk=self._disk,
+                host=self._host,
             )
             self._tell_change()
         return self._current
+
+    def _new_host(self, spec: PipelineSpec) -> HostWatch | None:
+        """Watch the host memory that is allocated, if the backend can give it back."""
+        if not spec.host_places or not isinstance(self._backend, HostMemoryBackend):
+            return None
+        return HostWatch(self._backend, host_places=spec.host_places, clock=self._tools.clock)
 
     def _new_disk(self, spec: PipelineSpec) -> DiskTier:
         """Open a file below the host memory that is allocated. Raises StageError without what it needs."""

@@ -34,6 +34,7 @@ from edgepipe.stage.draft_process import Guesser
 from edgepipe.stage.drafting import LookupFirst, ModelDrafter, SequenceDrafter
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
 from edgepipe.stage.home import Home, HomeFeed, WayHome
+from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.mtp_drafter import MtpDrafter, share_out
 from edgepipe.stage.reports import Reports
@@ -45,11 +46,14 @@ from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.plans import (
+    Command,
     DiskCopies,
     HomeTokens,
+    HostRoom,
     LinkSample,
     OpenRing,
     PipelineSpec,
+    PlacesBack,
     Registration,
     Registrations,
     StepDone,
@@ -125,12 +129,14 @@ class StageEpoch:
         mtp_slice: int | None = None,
         draft_model: Guesser | None = None,
         disk: DiskTier | None = None,
+        host: HostWatch | None = None,
     ) -> None:
         """
         kv_since     the epoch since which the KV holds all that this engine's steps wrote
         mtp_slice    slice with a layer that predicts one token more; None: no slice here has one
         draft_model  a second model that drafts; None: without one
         disk         below host memory; None: without one
+        host         watches host memory below the device; None: it keeps its size
         """
         self.spec = spec
         self._model = model
@@ -139,7 +145,7 @@ class StageEpoch:
         self._kv_since = kv_since
         self._mtp_slice = mtp_slice
         self._draft_model = draft_model
-        self._disk = disk
+        self._disk, self._host = disk, host
         if disk is not None:
             disk.begin_epoch()
         self.over = False
@@ -193,6 +199,8 @@ class StageEpoch:
                     tasks.create_task(self._keep(sender), name="stage-ring")
                 tasks.create_task(self._announce(senders), name="stage-opened")
                 tasks.create_task(self._tell_crash(), name="stage-crash")
+                if self._host is not None:
+                    tasks.create_task(self._host.run(self._tell_host_room), name="stage-host-memory")
                 await commands.feed(self._obey, refuse=self._cannot_obey)
                 self._reports.finish()  # the writer then ends the rest: gRPC ends badly if a write is cancelled
         except* _Over:
@@ -432,8 +440,14 @@ class StageEpoch:
         for sender in senders:
             await sender.connected()
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
+        self._tell_host_room()
 
-    def _obey(self, commands: Sequence[StepPlan | Registrations | DiskCopies]) -> None:
+    def _tell_host_room(self) -> None:
+        if (host := self._host) is not None:
+            room = HostRoom(epoch=self.spec.epoch, permille=host.permille, available_bytes=host.available_bytes)
+            self._reports.host_room(room)
+
+    def _obey(self, commands: Sequence[Command]) -> None:
         if self.over:
             return
         try:
@@ -442,6 +456,8 @@ class StageEpoch:
                     self._plan(command)
                 elif isinstance(command, DiskCopies):
                     self._copy(command)
+                elif isinstance(command, PlacesBack):
+                    self._give_back(command)
                 else:
                     self._register(command)
             self._pump()
@@ -457,6 +473,8 @@ class StageEpoch:
             return
         if self._disk is None:
             raise RemoteProtocolError("the engine names places on disk, and this stage has none")
+        if self._host is not None and copies.memory_class < len(self.spec.host_places):
+            self._host.copied(copies)
         self._tasks.create_task(self._perform(self._disk, copies), name="stage-disk")
 
     async def _perform(self, disk: DiskTier, copies: DiskCopies) -> None:
@@ -467,6 +485,14 @@ class StageEpoch:
             return
         if not self.over:
             self._reports.disk(copied)
+
+    def _give_back(self, back: PlacesBack) -> None:
+        if back.epoch != self.spec.epoch:
+            self._tools.counters.strays += 1
+            return
+        if self._host is None:
+            raise RemoteProtocolError("the engine names places to give back, and this stage has none")
+        self._host.give_back(back)
 
     def _register(self, registrations: Registrations) -> None:
         if registrations.epoch != self.spec.epoch:
@@ -503,6 +529,8 @@ class StageEpoch:
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
         self._moves += plan.moves
+        if self._host is not None and plan.moves:
+            self._host.moved(plan.moves)
         for lane in lanes:
             work = self._prepare(plan, rows, lane, first=lane is lanes[0])
             if lane.part.embedding:

@@ -39,11 +39,16 @@ class TierFile:
         self._place_bytes = place_bytes
         sizes = [size + _num_pieces(size) * _TAG_BYTES for size in place_bytes]
         self._sizes = sizes  # of a place with its tags
+        self._touched: set[tuple[int, int]] = set()  # class and place of what the file holds, or has held
+        self.num_bytes = 0  # that the file takes
         self._begins = [0, *accumulate(size * count for size, count in zip(sizes, num_places, strict=True))]
 
     def write(self, number: int, place: int, parts: Sequence[memoryview]) -> None:
         """Write a place of a class. Raises OSError; then nothing is there."""
         self._nonces.pop((number, place), None)
+        if (number, place) not in self._touched:
+            self._touched.add((number, place))
+            self.num_bytes += self._sizes[number]
         first, offset = self._num_written, self._begins[number] + place * self._sizes[number]
         self._num_written += _num_pieces(self._place_bytes[number])
         for index, piece in enumerate(_pieces(parts)):

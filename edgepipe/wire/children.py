@@ -220,6 +220,7 @@ class ChildProgress:
     limit_ms: int = 0  # limit without progress on started work, or without a report; beyond it, the child hangs
     refused_handshakes: int = 0  # connections without a valid certificate
     fenced: int = 0  # dropped plans and frames of replaced epochs
+    disk_bytes: int = 0  # what a stage's file of KV takes
 
 
 Report = (

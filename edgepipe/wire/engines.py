@@ -152,7 +152,10 @@ class EngineState:
     disk_blocks: int = 0  # KV blocks that the disk has room for, on every stage; 0: no idle KV goes there
     used_disk_blocks: int = 0
     fetched_tokens: int = 0  # count since the epoch began: tokens whose KV came from disk to host memory
-    disk_problem: str = ""  # why the disk is used no more; empty: it is
+    disk_problem: str = ""  # why the disk rests; empty: it is used
+    disk_again_unix_s: int = 0  # when it is tried again; 0: none rests
+    host_bound_blocks: int = 0  # of host_blocks, those that may be used now
+    host_problem: str = ""  # why less host memory is used than there is; empty: nothing else needs it
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()

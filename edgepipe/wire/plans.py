@@ -5,7 +5,7 @@ Shape letters: T packed tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -236,6 +236,25 @@ class DiskCopies:
     out: bool  # to disk; else to host memory
     host_places: tuple[int, ...]
     disk_places: tuple[int, ...]
+    afresh: bool = False  # the disk rested: what it holds is worth nothing, and a stage with a problem opens a new file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesBack:
+    """Places in host memory that nothing uses, whose memory a stage gives back to the system."""
+
+    epoch: Epoch
+    memory_class: int  # as ``TierMove.number``
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRoom:
+    """How much of its host memory below the device a stage may use now."""
+
+    epoch: Epoch
+    permille: int  # of the places
+    available_bytes: int = 0  # what the machine has left for all programs; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +265,7 @@ class DiskCopied:
     number: int
     failed: tuple[int, ...] = ()  # copies that were not made, by their place in the columns
     took_us: int = 0  # 0: not known
-    problem: str = ""  # why the stage uses its disk no more; empty: it does
+    problem: str = ""  # why the stage does not use its disk; empty: it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +285,10 @@ class StageTimings:
     home: tuple[HomeTokens, ...] = ()
 
 
+Command = StepPlan | Registrations | DiskCopies | PlacesBack
+"""What an engine says to the stages of an open epoch."""
+
+
 def spec_to_wire(spec: PipelineSpec, hello: Hello) -> stage_pb2.OpenPipeline:
     """Make the first message of a Control stream."""
     message = to_wire(spec, stage_pb2.OpenPipeline)
@@ -282,7 +305,7 @@ def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
 
 def commands_from_wire(
     message: stage_pb2.ControlMessage,
-) -> list[StepPlan] | list[Registrations] | list[DiskCopies]:
+) -> Sequence[Command]:
     """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
     if message.HasField("plan"):
         if len(message.next_plans) >= MAX_PLANS:
@@ -294,6 +317,8 @@ def commands_from_wire(
         return [registrations_from_wire(message.register)]
     if message.HasField("disk"):
         return [from_wire(message.disk, DiskCopies)]
+    if message.HasField("back"):
+        return [from_wire(message.back, PlacesBack)]
     raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
 
 

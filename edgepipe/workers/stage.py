@@ -207,6 +207,7 @@ def _progress(stage: Stage | None) -> ChildProgress:
         sent=progress.sent,
         limit_ms=round(progress.limit_s * 1e3),
         fenced=progress.strays,
+        disk_bytes=progress.disk_bytes,
     )
 
 

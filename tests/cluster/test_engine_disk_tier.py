@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from edgepipe.scheduler import disk_works
 from edgepipe.stage import tier_file
 from tests.cluster.test_engine_truth import TIERS
 from tests.support.engine.lab import (
@@ -116,12 +117,14 @@ async def test_a_file_that_somebody_changed_costs_time_and_no_token(caplog: pyte
         assert world.lab.engine.state().disk_problem == ""
 
 
-async def test_a_full_disk_ends_the_tier_and_says_so_once(
+async def test_a_full_disk_rests_says_so_once_and_is_used_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setattr(disk_works, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(disk_works, "LONGEST_PAUSE_S", 0.2)
     async with users() as world:
         await world.round()
         monkeypatch.setattr(tier_file.os, "pwrite", full)
@@ -130,11 +133,15 @@ async def test_a_full_disk_ends_the_tier_and_says_so_once(
         state = world.lab.engine.state()
         assert state.disk_problem in ("node0: the disk is full", "node1: the disk is full")
         assert state.used_disk_blocks == 0
-        told = [each for each in caplog.records if each.name == "edgepipe.engine.pump"]
+        told = [each for each in caplog.records if each.name == "edgepipe.engine.pump" and each.levelname == "WARNING"]
         assert len(told) == 1
+        assert state.disk_again_unix_s > 0
         monkeypatch.undo()
+        await world.lab.until(lambda: not world.lab.engine.state().disk_problem)
         await world.round()
-        assert world.lab.engine.state().used_disk_blocks == 0
+        assert world.lab.engine.state().used_disk_blocks > 0
+        assert mostly(await world.round())
+        assert world.lab.engine.state().disk_again_unix_s == 0
 
 
 async def test_an_engine_without_a_disk_asks_for_none() -> None:

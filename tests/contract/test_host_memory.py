@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgepipe.backend.protocol import DiskBackend
+from edgepipe.backend.protocol import DiskBackend, HostMemoryBackend
 from edgepipe.backend.types import BlockRun, RowState, StateWrite, StepRow, TierMove, WindowRuns
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.testing.tiny_model import tiny_config
@@ -119,6 +119,42 @@ def test_a_place_s_bytes_are_all_of_its_block_and_its_state(maker: Maker, name: 
     others = token_ids((2 * OTHERS)[:KNOWN])
     run_step(backend, make_step([row(0, KNOWN, read=None)], step=3), others)
     coming = replace(make_step([row(KNOWN, 4, read=0)], step=4), moves=moves(blocks, out=False))
+    maker.assert_same(run_step(backend, coming, rest), expected)
+
+
+@pytest.mark.parametrize("name", ["context", f"states-{next(iter(MODELS))}"])
+def test_memory_that_is_given_back_spoils_nothing_else_and_is_used_again(maker: Maker, name: str) -> None:
+    model = models()[name]
+    backend = maker.loaded(model)
+    if not isinstance(backend, HostMemoryBackend):
+        pytest.skip("this backend gives no host memory back")
+    size, has_states = maker.block_size, bool(model.state_bytes())
+    blocks = -(-len(TOKENS) // size)
+    numbers = range(1 + has_states)
+    backend.allocate_kv(
+        num_blocks=blocks, block_size=size, state_slots=2 if has_states else 0, host_places=(64,) * len(numbers)
+    )
+    assert len(backend.host_place_bytes()) == len(numbers)
+    assert min(backend.host_place_bytes()) > 0
+
+    def row(position: int, count: int, *, read: int | None) -> StepRow:
+        made = step_row(position, count, (0, blocks))
+        return replace(made, state=RowState(read, (StateWrite(count, 0),))) if has_states else made
+
+    def moves(*, out: bool) -> tuple[TierMove, ...]:
+        context = [TierMove(0, index, 20 + index, out) for index in range(blocks)]
+        return (*context, *([TierMove(1, 0, 20, out)] if has_states else []))
+
+    prompt, rest = token_ids(TOKENS[:KNOWN]), token_ids(TOKENS[KNOWN:])
+    for number in numbers:
+        backend.give_back(number, range(64))
+    run_step(backend, make_step([row(0, KNOWN, read=None)]), prompt)
+    going = make_step([row(KNOWN, 4, read=0)], step=2)
+    expected = run_step(backend, replace(going, moves=moves(out=True)), rest)
+    for number in numbers:
+        backend.give_back(number, [*range(20), *range(20 + blocks, 64)])
+    run_step(backend, make_step([row(0, KNOWN, read=None)], step=3), token_ids((2 * OTHERS)[:KNOWN]))
+    coming = replace(make_step([row(KNOWN, 4, read=0)], step=4), moves=moves(out=False))
     maker.assert_same(run_step(backend, coming, rest), expected)
 
 

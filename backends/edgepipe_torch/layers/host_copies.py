@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.types import TierMove
+from edgepipe_torch.layers.given_memory import GivenMemory
 
 
 class Stored(NamedTuple):
@@ -26,11 +28,24 @@ class HostCopies:
     def __init__(self, stored: Sequence[Stored], host_places: Sequence[int]) -> None:
         """``host_places``: see ``Backend.allocate_kv``. Raises RuntimeError or MemoryError for lack of memory."""
         self._stored: dict[int, list[tuple[Stored, Tensor]]] = {}
+        self._memory: dict[int, list[GivenMemory]] = {}
+        self._num_classes = len(host_places)
         for each in stored:
             shape = list(each.tensor.shape)
             shape[each.axis] = each.size
-            host = torch.empty((host_places[each.number], *shape), dtype=each.tensor.dtype)
+            memory = GivenMemory(host_places[each.number], math.prod(shape) * each.tensor.dtype.itemsize)
+            host = memory.tensor.view(each.tensor.dtype).view(host_places[each.number], *shape)
             self._stored.setdefault(each.number, []).append((each, host))
+            self._memory.setdefault(each.number, []).append(memory)
+
+    def place_bytes(self) -> list[int]:
+        """Return the bytes of a place, by memory class."""
+        return [sum(each.piece_bytes for each in self._memory.get(number, ())) for number in range(self._num_classes)]
+
+    def give_back(self, number: int, places: Sequence[int]) -> None:
+        """See ``HostMemoryBackend``."""
+        for memory in self._memory.get(number, ()):
+            memory.give_back(places)
 
     def place(self, number: int, kept: int) -> list[memoryview]:
         """Return the bytes of a place, see ``DiskBackend.host_place``."""

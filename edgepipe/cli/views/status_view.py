@@ -257,6 +257,13 @@ def _figures(engine: EngineState) -> str:
     return requests + kept
 
 
+def _again(unix_s: int) -> str:
+    """Say when a disk is tried again: nothing goes there before a conversation leaves RAM."""
+    if unix_s <= time.time():
+        return "The next conversation that leaves RAM tries it again"
+    return f"Tried again at {time.strftime('%H:%M:%S', time.localtime(unix_s))}"
+
+
 def _sizing(engine: EngineState) -> Iterator[Padding]:
     """Explain the number of micro-batches, a reason per line, and name the bottleneck."""
     first, *others = engine.why.split("; ")
@@ -272,10 +279,14 @@ def _sizing(engine: EngineState) -> Iterator[Padding]:
         hits = engine.cached_tokens / max(1, engine.admitted_tokens)
         lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens:,} tokens")
     if engine.host_blocks:
-        used, room = (count * engine.block_size for count in (engine.used_host_blocks, engine.host_blocks))
+        bound = engine.host_bound_blocks if engine.host_problem else engine.host_blocks
+        used, room = (count * engine.block_size for count in (engine.used_host_blocks, bound))
         lines.append(f"KV in RAM: {used:,} of {room:,} tokens; {engine.restored_tokens:,} came back")
+        if engine.host_problem:
+            whole = engine.host_blocks * engine.block_size
+            lines.append(f"KV in RAM has room for {whole:,} tokens when other programs end: {engine.host_problem}")
     if engine.disk_problem:
-        lines.append(f"KV on disk: switched off; {engine.disk_problem}")
+        lines.append(f"KV on disk: off for now; {engine.disk_problem}. {_again(engine.disk_again_unix_s)}")
     elif engine.disk_blocks:
         used, room = (count * engine.block_size for count in (engine.used_disk_blocks, engine.disk_blocks))
         lines.append(f"KV on disk: {used:,} of {room:,} tokens; {engine.fetched_tokens:,} came back")

@@ -104,7 +104,11 @@ class DeviceHost:
         self._directory = directory
         self._local = local
         self._memory = DeviceMemory(
-            node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills, disk_free=disk_free
+            node_name=node_name,
+            limit_bytes=memory_limit_bytes,
+            kills=memory_kills,
+            disk_free=disk_free,
+            disk_written=self._disk_written,
         )
         self._spare = SpareStage(
             node_name=node_name,
@@ -138,6 +142,9 @@ class DeviceHost:
             fenced_messages=sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child),
         )
         return (self._memory.in_state(state),)
+
+    def _disk_written(self) -> dict[str, int]:
+        return {name: hold.child.progress.disk_bytes for name, hold in self._holds.items() if hold.child is not None}
 
     async def keep_spare(self) -> None:
         """Have a process ready for the next stage; see ``SpareStage.keep``."""

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
+from edgepipe.daemon.device.memory import (
+    PRESSURE_CUT,
+    DiskLedger,
+    MemoryLedger,
+    MemoryPressure,
+    Reservation,
+    uses_host_memory,
+)
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
@@ -40,12 +47,14 @@ class DeviceMemory:
         limit_bytes: int,
         kills: Callable[[], int | None],
         disk_free: Callable[[], int] = lambda: 0,
+        disk_written: Callable[[], Mapping[str, int]] = dict[str, int],
     ) -> None:
         """
-        kills      how many processes the system has killed for lack of memory; None if it does not say
-        disk_free  bytes that are free for KV that leaves host memory
+        kills         how many processes the system has killed for lack of memory; None if it does not say
+        disk_free     bytes that are free for KV that leaves host memory
+        disk_written  bytes that stages' files of KV take, by pipeline
         """
-        self._disk_free = disk_free
+        self._disk = DiskLedger(free=disk_free, written=disk_written)
         self._node_name = node_name
         self._limit_bytes = limit_bytes
         self._kills = kills
@@ -121,6 +130,7 @@ class DeviceMemory:
             self._ram.reserve(
                 request.pipeline_id, weight_bytes=in_ram, kv_token_bytes=0, kv_tokens=0, tier_bytes=beside
             )
+        self._disk.hold(request.pipeline_id, int(settings.kv_disk or 0))
         return held.kv_bytes >= kv_token_bytes * request.kv_tokens
 
     def _tier(self, request: PrepareRequest, in_ram: int) -> tuple[int, int]:
@@ -162,11 +172,12 @@ class DeviceMemory:
                 next_step="give --kv-ram a size, such as 4GB",
                 node=self._node_name,
             )
-        free = self._disk_free()
+        free, others = (ask(request.pipeline_id) for ask in (self._disk.free_bytes, self._disk.promised_beside))
         if int(wanted) > free:
+            beside = f" beside the {format_bytes(others)} that other models may still fill" if others else ""
             raise NoFeasiblePlacement(
                 f"node {self._node_name} lacks disk for idle conversations",
-                fact=f"--kv-disk asks for {format_bytes(int(wanted))}, {format_bytes(free)} are free",
+                fact=f"--kv-disk asks for {format_bytes(int(wanted))}, {format_bytes(free)} are free{beside}",
                 next_step=f"give --kv-disk {free // 10**6}MB or less",
                 node=self._node_name,
             )
@@ -209,6 +220,7 @@ class DeviceMemory:
         for ledger in (self._ledger, self._ram):
             if ledger is not None and holder in ledger.held:
                 ledger.rename(holder, other)
+        self._disk.rename(holder, other)
 
     def _packing_of(self, request: PrepareRequest) -> str:
         """Return the packing of a stage's weights. Raises NoFeasiblePlacement if the node keeps no experts in RAM."""
@@ -243,6 +255,7 @@ class DeviceMemory:
             self._ledger.release(pipeline_id)
         if self._ram is not None:
             self._ram.release(pipeline_id)
+        self._disk.release(pipeline_id)
 
     def note_death(self, child: Child) -> None:
         """Note the unexpected end of a stage. Use less memory if the system has again killed it for lack of memory."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from edgepipe.backend import host_memory
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.units import format_bytes
 
-_HOST_HEADROOM_BYTES = 1 << 30  # memory for the rest of a person's desktop
-_HOST_HEADROOM_FRACTION = 0.1
 _GPU_HEADROOM_BYTES = 1_500_000_000  # workspaces, fragmentation, a desktop with a browser
 _HOST_KV_FRACTION = 0.25  # share of free memory: all other programs use the host's memory, too
 _GPU_KV_FRACTION = 0.9
@@ -35,7 +34,7 @@ def headroom_bytes(*, total_bytes: int, on_host: bool) -> int:
     """Return the bytes that always stay free on a device."""
     if not on_host:
         return min(_GPU_HEADROOM_BYTES, total_bytes // 10)
-    return min(_HOST_HEADROOM_BYTES, int(total_bytes * _HOST_HEADROOM_FRACTION))
+    return host_memory.headroom_bytes(total_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +66,41 @@ class MemoryPressure:
         self._kills.clear()
         self.share *= PRESSURE_CUT
         return True
+
+
+class DiskLedger:
+    """What the disk's free space is promised to: the files of KV of a node's stages, by pipeline."""
+
+    def __init__(self, *, free: Callable[[], int], written: Callable[[], Mapping[str, int]]) -> None:
+        """
+        free     bytes that are free on the disk now
+        written  what the files take already, by holder; a holder that is missing has written nothing
+        """
+        self._free = free
+        self._written = written
+        self._held: dict[str, int] = {}
+
+    def promised_beside(self, holder: str) -> int:
+        """Return what others than ``holder`` may still write."""
+        written = self._written()
+        return sum(max(0, size - written.get(other, 0)) for other, size in self._held.items() if other != holder)
+
+    def free_bytes(self, holder: str) -> int:
+        """Return the bytes that can be promised to a holder in place of what it has."""
+        return max(0, self._free() + self._written().get(holder, 0) - self.promised_beside(holder))
+
+    def hold(self, holder: str, num_bytes: int) -> None:
+        """Promise so much to a holder, in place of what it had."""
+        self._held[holder] = num_bytes
+
+    def rename(self, holder: str, other: str) -> None:
+        """Give a promise to another holder; unknown holders are fine."""
+        if holder in self._held:
+            self._held[other] = self._held.pop(holder)
+
+    def release(self, holder: str) -> None:
+        """Release a promise; unknown holders are fine."""
+        self._held.pop(holder, None)
 
 
 class MemoryLedger:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import lcm
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
@@ -17,7 +16,7 @@ from edgepipe.planner.expert_shares import place_with_shares
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.plan import with_fewest_given_up
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.spec.kv_forms import KV_4BIT, SPAN_TOKENS
+from edgepipe.spec.kv_forms import block_tokens
 from edgepipe.spec.memory_classes import most_within
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.serving import ServeRequest
@@ -86,9 +85,8 @@ def check_kv_room(
 def common_block_size(profiles: Iterable[DeviceProfile], kv: str = "") -> int:
     """Return the tokens per KV block: the fewest that all devices serve well, as any device may hold a stage.
 
-    kv  form of the KV: whole spans of it
+    kv  form of the KV
     """
     supported = [profile.block_sizes for profile in profiles if profile.block_sizes]
     common = (size for size in supported[0] if all(size in sizes for sizes in supported)) if supported else ()
-    size = min(common, default=DEFAULT_BLOCK_SIZE)
-    return lcm(size, SPAN_TOKENS) if kv == KV_4BIT else size
+    return block_tokens(kv, min(common, default=DEFAULT_BLOCK_SIZE))

@@ -109,6 +109,8 @@ ENGINE: Tables = {
         "missed_snapshots": COUNT,
         "host_blocks": BLOCKS,
         "used_host_blocks": BLOCKS,
+        "host_bound_blocks": BLOCKS,
+        "disk_again_unix_s": COUNT,
         "disk_blocks": BLOCKS,
         "used_disk_blocks": BLOCKS,
         "fetched_tokens": COUNT,

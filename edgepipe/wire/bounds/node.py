@@ -146,6 +146,7 @@ _CHILDREN: Tables = {
         "limit_ms": Within(0, 86_400_000),
         "refused_handshakes": COUNT,
         "fenced": COUNT,
+        "disk_bytes": BYTES,
     },
     "ShardLoaded": {
         "weight_bytes": BYTES,

@@ -6,6 +6,7 @@ from edgepipe.sampling.bounds import Within
 from edgepipe.wire.bounds.rules import (
     BLOCK,
     BLOCKS,
+    BYTES,
     COUNT,
     LAYERS,
     MEASURED,
@@ -24,6 +25,7 @@ _COLUMNS = Checked("edgepipe.wire.plans:plan_from_wire")
 _FRAME = Checked("edgepipe.link.receiver:RingReceiver.frame")
 _CREDIT = Checked("edgepipe.link.outbox:Outbox.grant")
 _DISK = Checked("edgepipe.stage.disk_tier:check_copies")
+_BACK = Checked("edgepipe.stage.host_bound:check_places")
 _DISK_ANSWER = Checked("edgepipe.engine.disk_answers:DiskAnswers.note")
 _DONE = Checked("edgepipe.engine.pump:Pump.on_report")
 _REGISTRATION = Checked("edgepipe.wire.intake:registration_fault")
@@ -74,6 +76,8 @@ STAGE: Tables = {
         "move_out": _COLUMNS,
     },
     "DiskCopies": {"number": COUNT, "memory_class": _DISK, "host_places": _DISK, "disk_places": _DISK},
+    "PlacesBack": {"memory_class": _BACK, "places": _BACK},
+    "HostRoom": {"permille": Within(0, 1000), "available_bytes": BYTES},
     "WindowBlocks": {"row": _COLUMNS, "place": _TABLE, "start": _TABLE, "count": _TABLE},
     "Registrations": {"sequences": Checked("edgepipe.stage.sequences:SequenceTable.tell")},
     "Register": {

@@ -598,6 +598,9 @@ class EngineState(_message.Message):
     USED_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     DISK_PROBLEM_FIELD_NUMBER: _builtins.int
+    DISK_AGAIN_UNIX_S_FIELD_NUMBER: _builtins.int
+    HOST_BOUND_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_PROBLEM_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     REPLICA_SHARE_FIELD_NUMBER: _builtins.int
@@ -675,7 +678,13 @@ class EngineState(_message.Message):
     fetched_tokens: _builtins.int
     """since the epoch began: tokens whose KV came from disk to host memory"""
     disk_problem: _builtins.str
-    """why the disk is used no more; empty: it is"""
+    """why the disk rests; empty: it is used"""
+    disk_again_unix_s: _builtins.int
+    """when it is tried again; 0: none rests"""
+    host_bound_blocks: _builtins.int
+    """of host_blocks, those that may be used now"""
+    host_problem: _builtins.str
+    """why less host memory is used than there is; empty: nothing else needs it"""
     num_replicas: _builtins.int
     """see ServeSpec"""
     replica: _builtins.int
@@ -766,6 +775,9 @@ class EngineState(_message.Message):
         used_disk_blocks: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         disk_problem: _builtins.str = ...,
+        disk_again_unix_s: _builtins.int = ...,
+        host_bound_blocks: _builtins.int = ...,
+        host_problem: _builtins.str = ...,
         num_replicas: _builtins.int = ...,
         replica: _builtins.int = ...,
         replica_share: _builtins.float = ...,
@@ -773,7 +785,7 @@ class EngineState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "drafts", b"drafts", "epoch", b"epoch", "error", b"error", "prompt_steps", b"prompt_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "disk_blocks", b"disk_blocks", "disk_problem", b"disk_problem", "drafts", b"drafts", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "fetched_tokens", b"fetched_tokens", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "host_blocks", b"host_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "num_replicas", b"num_replicas", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "prompt_steps", b"prompt_steps", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "replica", b"replica", "replica_share", b"replica_share", "restored_tokens", b"restored_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "used_disk_blocks", b"used_disk_blocks", "used_host_blocks", b"used_host_blocks", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "disk_again_unix_s", b"disk_again_unix_s", "disk_blocks", b"disk_blocks", "disk_problem", b"disk_problem", "drafts", b"drafts", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "fetched_tokens", b"fetched_tokens", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "host_blocks", b"host_blocks", "host_bound_blocks", b"host_bound_blocks", "host_problem", b"host_problem", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "num_replicas", b"num_replicas", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "prompt_steps", b"prompt_steps", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "replica", b"replica", "replica_share", b"replica_share", "restored_tokens", b"restored_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "template_keywords", b"template_keywords", "tokens_per_s", b"tokens_per_s", "used_disk_blocks", b"used_disk_blocks", "used_host_blocks", b"used_host_blocks", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

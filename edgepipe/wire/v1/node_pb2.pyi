@@ -1969,6 +1969,7 @@ class ChildProgress(_message.Message):
     LIMIT_MS_FIELD_NUMBER: _builtins.int
     REFUSED_HANDSHAKES_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     received: _builtins.int
     started: _builtins.int
     finished: _builtins.int
@@ -1979,6 +1980,8 @@ class ChildProgress(_message.Message):
     """connections that did not prove who they are"""
     fenced: _builtins.int
     """plans and frames of replaced epochs, dropped"""
+    disk_bytes: _builtins.int
+    """what a stage's file of KV takes"""
     def __init__(
         self,
         *,
@@ -1989,10 +1992,11 @@ class ChildProgress(_message.Message):
         limit_ms: _builtins.int = ...,
         refused_handshakes: _builtins.int = ...,
         fenced: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "refused_handshakes", b"refused_handshakes", "sent", b"sent", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "refused_handshakes", b"refused_handshakes", "sent", b"sent", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

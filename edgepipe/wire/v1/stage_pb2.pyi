@@ -27,6 +27,7 @@ class ControlMessage(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
+    BACK_FIELD_NUMBER: _builtins.int
     NEXT_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPipeline:
@@ -41,6 +42,8 @@ class ControlMessage(_message.Message):
     @_builtins.property
     def disk(self) -> Global___DiskCopies: ...
     @_builtins.property
+    def back(self) -> Global___PlacesBack: ...
+    @_builtins.property
     def next_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
         """With a plan: those of the steps behind it, in order. They are planned ahead, so few messages bring many of them."""
 
@@ -51,13 +54,14 @@ class ControlMessage(_message.Message):
         plan: Global___Plan | None = ...,
         register: Global___Registrations | None = ...,
         disk: Global___DiskCopies | None = ...,
+        back: Global___PlacesBack | None = ...,
         next_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register", "disk"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register", "disk", "back"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -362,12 +366,15 @@ class DiskCopies(_message.Message):
     OUT_FIELD_NUMBER: _builtins.int
     HOST_PLACES_FIELD_NUMBER: _builtins.int
     DISK_PLACES_FIELD_NUMBER: _builtins.int
+    AFRESH_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """counts from 1"""
     memory_class: _builtins.int
     """behind the last one: slots of states"""
     out: _builtins.bool
     """to disk; else to host memory"""
+    afresh: _builtins.bool
+    """the disk rested: what it holds is worth nothing, and a stage with a problem opens a new file"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -383,14 +390,47 @@ class DiskCopies(_message.Message):
         out: _builtins.bool = ...,
         host_places: _abc.Iterable[_builtins.int] | None = ...,
         disk_places: _abc.Iterable[_builtins.int] | None = ...,
+        afresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_places", b"disk_places", "epoch", b"epoch", "host_places", b"host_places", "memory_class", b"memory_class", "number", b"number", "out", b"out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "disk_places", b"disk_places", "epoch", b"epoch", "host_places", b"host_places", "memory_class", b"memory_class", "number", b"number", "out", b"out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DiskCopies: _TypeAlias = DiskCopies  # noqa: Y015
+
+@_typing.final
+class PlacesBack(_message.Message):
+    """Places in host memory that no step before this message still uses. A stage gives their memory back to the system. They
+    may be used again by steps behind this message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MEMORY_CLASS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    memory_class: _builtins.int
+    """behind the last one: slots of states"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        memory_class: _builtins.int = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "memory_class", b"memory_class", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacesBack: _TypeAlias = PlacesBack  # noqa: Y015
 
 @_typing.final
 class WindowBlocks(_message.Message):
@@ -749,6 +789,36 @@ class LinkSample(_message.Message):
 Global___LinkSample: _TypeAlias = LinkSample  # noqa: Y015
 
 @_typing.final
+class HostRoom(_message.Message):
+    """How much of its host memory below the device a stage may use now; the first one comes when an epoch opens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PERMILLE_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    permille: _builtins.int
+    """of the places"""
+    available_bytes: _builtins.int
+    """what the machine has left for all programs; 0: not known"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        permille: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "epoch", b"epoch", "permille", b"permille"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRoom: _TypeAlias = HostRoom  # noqa: Y015
+
+@_typing.final
 class StageReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -758,6 +828,7 @@ class StageReport(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     HOME_OPENED_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
+    HOST_ROOM_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
     DEVICE_FAILED_FIELD_NUMBER: _builtins.int
@@ -781,6 +852,8 @@ class StageReport(_message.Message):
     def home_opened(self) -> Global___HomeOpened: ...
     @_builtins.property
     def disk(self) -> Global___DiskCopied: ...
+    @_builtins.property
+    def host_room(self) -> Global___HostRoom: ...
     def __init__(
         self,
         *,
@@ -790,15 +863,16 @@ class StageReport(_message.Message):
         fault: _common_pb2.Error | None = ...,
         home_opened: Global___HomeOpened | None = ...,
         disk: Global___DiskCopied | None = ...,
+        host_room: Global___HostRoom | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
         device_failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "fault", b"fault", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk", "host_room"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

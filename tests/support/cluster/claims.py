@@ -33,6 +33,7 @@ from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import DiskWork, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.disk_tier import check_copies
+from edgepipe.stage.host_bound import check_places
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.codec import from_wire
@@ -40,7 +41,9 @@ from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import (
     DiskCopied,
     DiskCopies,
+    HostRoom,
     LinkSample,
+    PlacesBack,
     Registration,
     StageTimings,
     StepPlan,
@@ -273,6 +276,7 @@ class EngineOfRogueStage:
             stage_pb2.StageReport(step_done=done),
             stage_pb2.StageReport(timings=times),
             stage_pb2.StageReport(disk=copied),
+            stage_pb2.StageReport(host_room=stage_pb2.HostRoom(epoch=epoch_to_wire(EPOCH), permille=500)),
         ]
 
     def near(self, field: str) -> Sequence[int]:
@@ -302,6 +306,8 @@ class EngineOfRogueStage:
                 self._pump.on_report(self._site, from_wire(message.timings, StageTimings))
             elif message.HasField("disk"):
                 self._pump.on_report(self._site, from_wire(message.disk, DiskCopied))
+            elif message.HasField("host_room"):
+                self._pump.on_report(self._site, from_wire(message.host_room, HostRoom))
         except EdgepipeError:
             self._begin()
             raise
@@ -385,10 +391,12 @@ class StageOfRogueEngine:
         registrations = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
         registrations.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
         copies = stage_pb2.DiskCopies(epoch=epoch_to_wire(EPOCH), number=1, host_places=[2], disk_places=[15])
+        back = stage_pb2.PlacesBack(epoch=epoch_to_wire(EPOCH), places=[2, 3])
         self.samples = [
             stage_pb2.ControlMessage(plan=plan),
             stage_pb2.ControlMessage(register=registrations),
             stage_pb2.ControlMessage(disk=copies),
+            stage_pb2.ControlMessage(back=back),
         ]
 
     def near(self, field: str) -> Sequence[int]:
@@ -402,6 +410,7 @@ class StageOfRogueEngine:
             "sequence": (1, 2),
             "prompt_tokens": (3, 4),
             "host_places": (7, 8),
+            "places": (7, 8),
             "disk_places": (15, 16),
             "memory_class": (0, 1),
             "source": (self._BLOCKS,),
@@ -418,6 +427,9 @@ class StageOfRogueEngine:
                     check_copies(command, (8,), (16,), num_queued=0)
                     assert max(command.host_places) < 8
                     assert max(command.disk_places) < 16
+                elif isinstance(command, PlacesBack):
+                    check_places(command.memory_class, command.places, (8,))
+                    assert max(command.places) < 8
                 else:
                     for registration in command.sequences:
                         self._table.tell(registration)

@@ -122,6 +122,7 @@ class World:
     acceptance: float | None = None  # probability that a draft is right; None: nothing is drafted
     disk_s: float = 0.0  # time of a copy between host memory and disk
     damage: float = 0.0  # probability that a stage cannot read a copy on disk
+    breakage: float = 0.0  # probability that a stage has a problem with its disk after a work
 
     def __post_init__(self) -> None:
         self.random = random.Random(0)
@@ -133,6 +134,8 @@ class World:
         self.ended: dict[SequenceId, SequenceEnded] = {}
         self.in_flight: deque[ScheduledStep] = deque()
         self.works: list[tuple[DiskWork, set[int]]] = []  # under way, in order, each with the slices that performed it
+        self.now_s = 0.0
+        self.given_back = 0  # places in host memory
         self.lost_copies = 0  # copies that could not be read
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
         # By windowed class: what a stage knows, by sequence and place.
@@ -214,10 +217,31 @@ class World:
             self.steps.append(step)
             self._check_turns(step)
             count += 1
-        while (work := self.scheduler.next_disk_work()) is not None:
+        while (back := self.scheduler.next_given_back()) is not None:
+            assert 0 < len(back.places) <= 32
+            self.given_back += len(back.places)
+            for memory in self.slices:
+                for place in back.places:
+                    memory.host[back.number].pop(place, None)
+        self._check_bound()
+        while (work := self.scheduler.next_disk_work(now_s=self.now_s)) is not None:
             assert len(self.works) < 4, "stages queue no more"
             self.works.append((work, set()))
         return count
+
+    def _check_bound(self) -> None:
+        """Each place in host memory is in use, free or given back. With nothing in flight, the bound holds."""
+        for host in self.scheduler._tables._hosts:  # pyright: ignore[reportPrivateUsage]
+            used, coming = {*host._places.values()}, {*host._reading.values()}  # pyright: ignore[reportPrivateUsage]
+            places = [*used, *coming, *host._free, *host._given_back]  # pyright: ignore[reportPrivateUsage]
+            assert sorted(places) == list(range(host.num_places)), "a place is lost, or there twice"
+            if not self.in_flight and not self.works and not self.scheduler._moves_in_flight():  # pyright: ignore[reportPrivateUsage]
+                waiting = {move.kept for move in self.scheduler._tables.waiting_moves if move.number == host.number}  # pyright: ignore[reportPrivateUsage]
+                assert host.num_over <= len(waiting), "more host memory is used than allowed"
+
+    def bound_host(self, permille: int) -> None:
+        """Other programs take memory, or give it back."""
+        self.scheduler.bound_host(permille)
 
     def _followed(self, step: ScheduledStep) -> Iterator[int]:
         """The steps in flight that the step follows, one by one back to the one that is computed."""
@@ -242,7 +266,11 @@ class World:
             for place in failed:
                 self.slices[0].host[done.moves[place].number].pop(done.moves[place].place, None)
             self.lost_copies += len(failed)
-            self.scheduler.disk_done(done.number, failed=failed, seconds=self.disk_s * len(done.moves))
+            problem = "the disk is full" if self.random.random() < self.breakage else ""
+            if problem:
+                failed = set(range(len(done.moves)))
+            seconds = self.disk_s * len(done.moves)
+            self.scheduler.disk_done(done.number, failed=failed, seconds=seconds, problem=problem, now_s=self.now_s)
 
     def retire(self, place: int = 0) -> None:
         """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""

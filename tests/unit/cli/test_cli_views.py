@@ -67,9 +67,23 @@ def test_the_status_says_what_lies_on_disk_or_why_nothing_does() -> None:
     used = with_engine(make_status(), block_size=16, disk_blocks=1000, used_disk_blocks=10, fetched_tokens=320)
     text = "\n".join(picture(used))
     assert "KV on disk: 160 of 16,000 tokens; 320 came back" in text
-    off = "\n".join(picture(with_engine(used, disk_problem="gamer: the disk is full")))
-    assert "KV on disk: switched off; gamer: the disk is full" in off
+    rests = with_engine(used, disk_problem="gamer: the disk is full", disk_again_unix_s=1)
+    off = " ".join("\n".join(picture(rests)).split())
+    assert (
+        "KV on disk: off for now; gamer: the disk is full. The next conversation that leaves RAM tries it again" in off
+    )
     assert "came back" not in off
+    later = with_engine(rests, disk_again_unix_s=1 << 40)
+    assert "Tried again at " in " ".join("\n".join(picture(later)).split())
+
+
+def test_the_status_says_why_less_ram_is_used() -> None:
+    used = with_engine(make_status(), block_size=16, host_blocks=1000, used_host_blocks=10, host_bound_blocks=400)
+    assert "KV in RAM: 160 of 16,000 tokens; 0 came back" in " ".join("\n".join(picture(used)).split())
+    short = with_engine(used, host_problem="gamer has 0.9 GB left for all programs")
+    text = " ".join("\n".join(picture(short)).split())
+    assert "KV in RAM: 160 of 6,400 tokens; 0 came back" in text
+    assert "room for 16,000 tokens when other programs end: gamer has 0.9 GB left for all programs" in text
 
 
 @pytest.mark.parametrize(

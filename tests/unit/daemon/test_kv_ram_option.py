@@ -130,6 +130,31 @@ def test_a_disk_is_taken_whole_or_refused_with_what_is_free() -> None:
         held.reserve(prepare("auto", kv_disk="lots"), CONFIG, WEIGHTS)
 
 
+def test_engines_share_the_disk_s_free_space() -> None:
+    """Of 50 GB, 40 are promised; 10 of them have been written, so that 40 are free and 10 are left for others."""
+    free, written = [50 * GB], dict[str, int]()
+    held = DeviceMemory(
+        node_name="a", limit_bytes=0, kills=lambda: 0, disk_free=lambda: free[0], disk_written=lambda: written
+    )
+    held.measured(GPU)
+    held.reserve(prepare("1000000000", kv_disk=str(40 * GB)), CONFIG, WEIGHTS)
+    free[0], written["p"] = 40 * GB, 10 * GB
+    with pytest.raises(NoFeasiblePlacement, match="lacks disk") as refused:
+        held.reserve(prepare("1000000000", "q", kv_disk=str(11 * GB)), CONFIG, WEIGHTS)
+    assert refused.value.fact.endswith("10.0 GB are free beside the 30.0 GB that other models may still fill")
+    assert refused.value.next_step == "give --kv-disk 10000MB or less"
+    held.reserve(prepare("1000000000", "q", kv_disk=str(10 * GB)), CONFIG, WEIGHTS)
+    with pytest.raises(NoFeasiblePlacement, match="lacks disk"):
+        held.reserve(prepare("1000000000", "r", kv_disk=str(GB)), CONFIG, WEIGHTS)
+    assert held.reserve_beside(prepare("1000000000", "q", kv_disk=""), CONFIG, WEIGHTS)
+    held.release_before("q")
+    held.reserve(prepare("1000000000", "r", kv_disk=str(10 * GB)), CONFIG, WEIGHTS)
+    held.release("r")
+    held.reserve(prepare("1000000000", kv_disk=str(50 * GB)), CONFIG, WEIGHTS)
+    with pytest.raises(NoFeasiblePlacement, match="lacks disk"):
+        held.reserve(prepare("1000000000", kv_disk=str(51 * GB)), CONFIG, WEIGHTS)
+
+
 def test_a_disk_without_ram_above_it_is_refused() -> None:
     with pytest.raises(NoFeasiblePlacement, match="has no RAM") as refused:
         memory(CPU).reserve(prepare("auto", kv_disk=str(GB)), CONFIG, WEIGHTS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from edgepipe_emulated import EmulatedBackend
 
 import edgepipe.engine.engine_epoch
 import edgepipe.engine.micro_batches
@@ -14,6 +15,8 @@ import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.drafting import ImaginedDrafts
+from edgepipe.backend.types import BackendOptions
+from edgepipe.daemon.serving.spec_room import common_block_size
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.scheduler import Priority, ScheduledStep, Scheduler, SchedulerLimits, make_policy
@@ -286,6 +289,18 @@ def test_a_small_pool_preempts_and_still_serves_everybody() -> None:
     assert report.facts.preemptions > 0
     assert report.kv_peak > 0.9
     assert [record.output_tokens for record in report.requests] == [200] * 16
+
+
+@pytest.mark.parametrize("kv", ["", "8bit", "4bit"])
+def test_blocks_are_those_of_a_served_model(kv: str) -> None:
+    profile = EmulatedBackend(BackendOptions(device="rtx4090")).profile()
+    cluster = ImaginedCluster(
+        devices=["rtx4090"], config=named_shape("qwen2.5-7b"), link=parse_link("ideal"), kv=kv, kv_tokens=2000
+    )
+    limits = imagine(cluster).limits
+    assert limits.block_size == common_block_size([profile], kv)
+    assert limits.max_tokens >= 2000, "a chat of all these tokens fits"
+    assert limits.num_blocks * limits.block_size < 2000 + limits.rest_tokens + limits.block_size
 
 
 def test_shared_prefixes_are_found_in_the_cache() -> None:

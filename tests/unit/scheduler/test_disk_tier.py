@@ -9,6 +9,7 @@ import pytest
 from edgepipe.backend.types import TierMove
 from edgepipe.scheduler import HostRates, SchedulerLimits, ThrottledPolicy
 from edgepipe.scheduler.disk_places import DiskPlaces
+from edgepipe.scheduler.disk_works import FIRST_PAUSE_S, LONGEST_PAUSE_S, DiskWorks
 from edgepipe.scheduler.host_tier import HostTier
 from tests.support.worlds.scheduler import World, limits, spec, stateful, windowed
 
@@ -94,31 +95,108 @@ def test_what_is_computed_faster_is_not_fetched() -> None:
     assert fast.scheduler.stats().fetched_tokens > 0
 
 
-def test_a_disk_that_is_slower_than_computing_is_given_up() -> None:
+def test_a_disk_that_is_slower_than_computing_rests() -> None:
     rates = HostRates(block_s=0.1, slot_s=0.0, token_s=1.0)
     world = taken_turns(replace(over_disk(PIPELINES["shared"]), host_rates=rates), disk_s=5.0)
     stats = world.scheduler.stats()
     assert stats.disk_problem == "the disk is slow: it takes 5e+03 ms for a block, computing one takes 4e+03 ms"
     assert stats.used_disk_blocks == 0
     world.next_epoch()
-    assert world.scheduler.stats().disk_problem == stats.disk_problem, "another epoch does not try again"
+    assert world.scheduler.stats().disk_problem == stats.disk_problem, "another epoch waits, too"
+    assert world.scheduler.stats().disk_again_s == stats.disk_again_s == FIRST_PAUSE_S
 
 
-def test_a_problem_of_one_stage_ends_the_disk_and_nobody_waits_for_it() -> None:
+def answer(world: World, problem: str = "") -> int:
+    """Let all stages answer all works, and return how many there were."""
+    works, world.works = world.works, []
+    for work, _ in works:
+        failed = range(len(work.moves)) if problem else ()
+        world.scheduler.disk_done(work.number, failed=failed, problem=problem, now_s=world.now_s)
+    return len(works)
+
+
+def test_no_prompt_waits_for_a_disk_with_a_problem() -> None:
     world = taken_turns(over_disk(PIPELINES["shared"]))
     known = [*world.specs[LATER[-CHATS]].prompt, *world.output[LATER[-CHATS]]]  # type: ignore[index]
     world.submit(spec(99, [*known, 5, 6, 7, 8], max_tokens=2))
     world.fill()
     assert world.works
     assert not world.in_flight, "it waits for the disk"
-    for work, _ in world.works:
-        world.scheduler.disk_done(work.number, failed=range(len(work.moves)), problem="no space is left")
-    world.works.clear()
+    answer(world, "no space is left")
     world.run()
     world.check_outputs()
     world.assert_invariants()
     assert world.scheduler.stats().disk_problem == "no space is left"
     assert world.scheduler.next_disk_work() is None
+
+
+def test_a_disk_with_a_problem_is_tried_again_after_pauses_that_double() -> None:
+    world = taken_turns(over_disk(PIPELINES["shared"]))
+    world.submit(spec(99, [1] * 100, max_tokens=2))
+    while not world.works:
+        world.go(1)
+    pauses = list[float]()
+    for _ in range(6):
+        answer(world, "no space is left")
+        again_s = world.scheduler.stats().disk_again_s
+        assert again_s is not None
+        pauses.append(again_s - world.now_s)
+        world.now_s = again_s - 1.0
+        world.fill()
+        assert not world.works, "the pause is not over"
+        world.now_s = again_s
+        world.fill()
+        ((work, _),) = world.works
+        assert work.afresh
+        assert all(move.out for move in work.moves), "what lay there is gone"
+    assert pauses == [60.0, 120.0, 240.0, 480.0, 900.0, 900.0]
+    answer(world)
+    stats = world.scheduler.stats()
+    assert (stats.disk_problem, stats.disk_again_s) == ("", None)
+    assert stats.used_disk_blocks > 0
+    world.fill()
+    assert not any(work.afresh for work, _ in world.works)
+    answer(world, "it is full again")
+    again_s = world.scheduler.stats().disk_again_s
+    assert again_s == world.now_s + 900.0, "a disk that has just come back rests long"
+    world.run()
+    world.check_outputs()
+
+
+def test_a_disk_that_has_worked_for_long_rests_for_a_minute() -> None:
+    works = DiskWorks([HostTier(0, 4, [], disk=DiskPlaces(4))])
+    works.rest("it hangs", now_s=0.0)
+    works.rest("it hangs", now_s=60.0)
+    assert works.again_s == 180.0
+    works = works.carry_over([tier := HostTier(0, 4, [], disk=DiskPlaces(4))])
+    for number in range(4):
+        tier.store(key(number), number)
+    assert works.next((), idle=True, now_s=179.0) is None
+    trial = works.next((), idle=True, now_s=180.0)
+    assert trial is not None
+    works.done(trial.number, now_s=181.0)
+    assert works.problem == ""
+    works.rest("it hangs", now_s=181.0 + LONGEST_PAUSE_S)
+    assert works.again_s == 181.0 + LONGEST_PAUSE_S + FIRST_PAUSE_S
+
+
+def test_conversations_come_from_a_disk_that_works_again() -> None:
+    pipeline = over_disk(PIPELINES["shared"])
+    world = World(pipeline, ThrottledPolicy())
+    number, answers = 0, dict[int, list[int]]()
+    for turn in range(4):
+        for chat in range(CHATS):
+            number += 1
+            world.submit(spec(number, [*[chat * 11 % 90] * 80, *answers.get(chat, ())], max_tokens=4))
+            world.run()
+            answers[chat] = [*answers.get(chat, ()), *world.output[number]]  # type: ignore[index]
+            if (turn, chat) == (1, 0):
+                world.scheduler._tables.disk.rest("it was pulled out", now_s=0.0)  # type: ignore[union-attr]
+                world.now_s = FIRST_PAUSE_S
+    world.check_outputs()
+    last = [world.ended[each].cached_prompt_tokens for each in range(3 * CHATS + 1, 4 * CHATS + 1)]  # type: ignore[index]
+    assert min(last) >= 80
+    assert world.scheduler.stats().disk_problem == ""
 
 
 def test_others_pass_a_prompt_that_waits_for_the_disk() -> None:

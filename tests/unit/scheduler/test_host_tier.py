@@ -58,15 +58,17 @@ over_host = pipelines(((8, 80), (8, 40), (2, 40)))
 over_disk = pipelines(((8, 24), (8, 24), (4, 12)), ((16, 120), (8, 80), (4, 40)))
 # Kind, conversation, tokens of the question, tokens of the answer.
 turns = st.lists(
-    st.tuples(st.sampled_from("tttttttttrrrpcead"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
+    st.tuples(st.sampled_from("tttttttttrrrpceadbw"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
     min_size=8,
     max_size=80,
 )
 
 
-def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], *, damage: float = 0.0) -> World:
+def play(
+    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], *, damage: float = 0.0, breakage: float = 0.0
+) -> World:
     """Let four conversations take turns, each of which goes on from its last answer."""
-    world = World(pipeline, policy, damage=damage)
+    world = World(pipeline, policy, damage=damage, breakage=breakage)
     latest: dict[int, int] = {}  # newest sequence of each conversation
     next_id = 0
     for kind, chat, question, answer in turns:
@@ -88,6 +90,10 @@ def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], *, damage
             world.cancel(last, at_position=answer)
         elif kind == "a":
             world.plan_ahead()
+        elif kind == "b":  # other programs take host memory, or give it back
+            world.bound_host(min(1000, 80 * question))
+        elif kind == "w":
+            world.now_s += 60.0 * question
         elif kind == "d":
             for _ in range(question):
                 world.use_disk()
@@ -115,20 +121,44 @@ def test_conversations_get_their_tokens_whatever_is_pushed_out(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pipeline=over_disk, policy=policies, turns=turns, damage=st.sampled_from([0.0, 0.0, 0.1]))
+@given(
+    pipeline=over_disk,
+    policy=policies,
+    turns=turns,
+    damage=st.sampled_from([0.0, 0.0, 0.1]),
+    breakage=st.sampled_from([0.0, 0.0, 0.1]),
+)
 def test_conversations_get_their_tokens_over_all_three_tiers(
-    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float
+    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float, breakage: float
 ) -> None:
-    play(pipeline, policy, turns, damage=damage)
+    play(pipeline, policy, turns, damage=damage, breakage=breakage)
 
 
 @pytest.mark.long
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pipeline=over_host | over_disk, policy=policies, turns=turns, damage=st.sampled_from([0.0, 0.0, 0.1]))
+@given(
+    pipeline=over_host | over_disk,
+    policy=policies,
+    turns=turns,
+    damage=st.sampled_from([0.0, 0.0, 0.1]),
+    breakage=st.sampled_from([0.0, 0.0, 0.1]),
+)
 def test_conversations_get_their_tokens_in_many_more_worlds(
-    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float
+    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], damage: float, breakage: float
 ) -> None:
-    play(pipeline, policy, turns, damage=damage)
+    play(pipeline, policy, turns, damage=damage, breakage=breakage)
+
+
+def test_a_current_snapshot_behind_stale_blocks_is_not_replayed() -> None:
+    """Host memory that shrinks drops current blocks, of which the disk has older copies: these come back stale."""
+    places = {"host_places": (20, 8), "disk_places": (54, 8)}
+    pipeline = stateful(
+        num_slots=12, gap=8, num_blocks=16, block_size=2, context_length=94, micro_batches=1, max_running=2, **places
+    )
+    before = "t3.1.9 t0.11.1 t0.13.1 t0.1.1 b0.3.1 t0.4.6 t3.11.2 t0.8.5 t0.6.3 t3.1.1 t2.14.1 t3.8.1"
+    after = "e0.13.7 t0.6.8 t3.11.8 t2.9.1 t0.1.1 t0.14.1"
+    turns = [(word[0], *map(int, word[1:].split("."))) for word in f"{before} {after}".split()]
+    play(pipeline, SarathiPolicy(max_tokens=2), turns)  # type: ignore[arg-type]
 
 
 def taken_turns(pipeline: SchedulerLimits, *, chats: int = 4, rounds: int = 3) -> World:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch
+from edgepipe.stage import tier_file
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.tier_file import PIECE_BYTES, Damaged, TierFile
 from edgepipe.system import SystemClock
@@ -136,17 +139,55 @@ async def test_what_an_ended_epoch_reads_reaches_host_memory_no_more(tmp_path: P
     await disk.close()
 
 
-async def test_a_disk_that_hangs_is_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_disk_that_hangs_rests_at_once_until_it_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = Memory()
     disk = tier(memory, tmp_path, late_s=0.01)
     memory.slow = threading.Event()
     done = await disk.perform(copies((0, 0), out=True))
     assert (done.failed, done.problem) == ((0,), "a few copies took more than 0.01 s")
-    assert caplog.text.count("go to disk no more") == 1
+    assert caplog.text.count("do not go to disk for now") == 1
+    afresh = await disk.perform(replace(copies((0, 0), out=True), afresh=True))
+    assert (afresh.failed, afresh.problem) == ((0,), done.problem), "its thread still waits for the disk"
+    disk._late_s = 60.0  # pyright: ignore[reportPrivateUsage]
     memory.slow.set()
     again = await disk.perform(copies((0, 0), out=True))
     assert (again.failed, again.problem) == ((0,), done.problem)
+    memory.slow = None
+    healed = await disk.perform(replace(copies((0, 0), (1, 1), out=True), afresh=True))
+    assert (healed.failed, healed.problem) == ((), "")
+    before = bytes(memory.places[1][0])
+    await disk.perform(copies((3, 1), out=False))
+    assert memory.places[3][0] == before
     await disk.close()
+
+
+async def test_a_full_disk_gets_its_space_back_and_a_new_file_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory()
+    disk = tier(memory, tmp_path)
+    await disk.perform(copies((0, 0), out=True))
+    first = disk._file._file  # pyright: ignore
+    monkeypatch.setattr(tier_file.os, "pwrite", no_space)
+    for _ in range(2):
+        full = await disk.perform(replace(copies((1, 1), out=True), afresh=True))
+        assert (full.failed, full.problem) == ((0,), "the disk is full")
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(first)
+    assert caplog.text.count("the disk is full") == 1
+    monkeypatch.undo()
+    healed = await disk.perform(replace(copies((1, 1), out=True), afresh=True))
+    assert healed.problem == ""
+    lost = await disk.perform(copies((2, 0), out=False))
+    assert disk._file.read(0, 0) is None, "what lay there is gone"  # pyright: ignore
+    assert lost.problem == ""
+    await disk.close()
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_a_folder_that_cannot_be_made_is_a_problem_and_no_crash(tmp_path: Path) -> None:
