@@ -26,8 +26,9 @@ from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import BackendOptions
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, decode_work
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import measured_speed
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.stage.probe import probe_layer

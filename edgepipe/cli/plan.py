@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from edgepipe.backend.types import StageSettings
     from edgepipe.planner.cluster import Cluster
+    from edgepipe.planner.constraints import Constraints
     from edgepipe.planner.demand import Demand
-    from edgepipe.planner.plan import Constraints
 
 _CONVERSATION_TOKENS = 4096  # a long chat; the default context
 _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
@@ -102,7 +102,7 @@ def plan(
 ) -> None:
     """Show where layers would go, and the predicted speed."""
     from edgepipe.backend.types import StageSettings
-    from edgepipe.planner.plan import Constraints
+    from edgepipe.planner.constraints import Constraints
     from edgepipe.spec.expert_places import check_has_experts, checked_choice
 
     if link and not emulate:
@@ -277,7 +277,7 @@ def _show_layouts(cluster: Cluster, demand: Demand, constraints: Constraints, *,
 def _show_shortage(cluster: Cluster, demand: Demand, constraints: Constraints, *, as_json: bool) -> None:
     """Show the memory arithmetic when memory is too small."""
     from edgepipe.cli.views.plan_view import render_shortage
-    from edgepipe.planner.plan import choose_machines
+    from edgepipe.planner.constraints import choose_machines
     from edgepipe.planner.preview import shortage_as_dict
     from edgepipe.planner.shortage import shortage_of
 

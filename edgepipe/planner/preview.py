@@ -8,10 +8,11 @@ from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.draft_forecast import DraftForecast, draft_forecast
 from edgepipe.planner.forecast import Hop, PromptForecast, Ring
-from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
+from edgepipe.planner.plan import Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
 from edgepipe.planner.shortage import Shortage
 from edgepipe.planner.what_if import Alternative, alternatives, helps

@@ -13,9 +13,10 @@ from itertools import combinations
 from math import ceil, sqrt
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.planner.constraints import Constraints, choose_machines
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Need, stage_weight_bytes
-from edgepipe.planner.plan import Constraints, Plan, choose_machines, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.profiles import Links, Machine
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.spec.facts import LayerRange, Slice

@@ -10,8 +10,9 @@ from edgepipe.backend.devices import named_device
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster, names, table_machine
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.profiles import Machine
 from edgepipe.units import LinkShape, format_rate, named_link, parse_bytes, parse_link
 

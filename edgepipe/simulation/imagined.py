@@ -10,10 +10,11 @@ from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import Placed
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
 from edgepipe.spec.facts import ModelConfig, Slice

@@ -18,10 +18,11 @@ from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.drift import with_expert_shares
 from edgepipe.planner.placement import Placed
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.planner.replacement import replace_lost
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape

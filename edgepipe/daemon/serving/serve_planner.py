@@ -12,8 +12,9 @@ from edgepipe.daemon.serving.replanning import demand_of
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor
 from edgepipe.errors import EdgepipeError
 from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand
-from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.replicas import Layout, best_layout, layout_of, layouts_text
 from edgepipe.wire.serving import ServeRequest, SurveyReply
 from edgepipe.wire.surveys import cluster_of

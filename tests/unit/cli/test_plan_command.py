@@ -12,7 +12,7 @@ from edgepipe.cli.plan import make_demand
 from edgepipe.cli.views.plan_view import render_preview
 from edgepipe.errors import NodeUnreachable
 from edgepipe.planner.cluster import known_cluster
-from edgepipe.planner.plan import Constraints
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.preview import preview
 from edgepipe.spec.config import hf_config
 from edgepipe.units import parse_link

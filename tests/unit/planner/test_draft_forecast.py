@@ -9,10 +9,11 @@ import pytest
 from edgepipe.backend.devices import parse_devices
 from edgepipe.backend.drafting import ImaginedDrafts
 from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.draft_forecast import RIGHT, DraftForecast, draft_forecast
 from edgepipe.planner.drift import ScaledSpeed
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate

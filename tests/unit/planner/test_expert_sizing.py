@@ -7,8 +7,9 @@ import pytest
 from edgepipe.backend.devices import parse_devices
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate

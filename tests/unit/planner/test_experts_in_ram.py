@@ -15,11 +15,12 @@ from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.expert_shares import place_with_shares
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import Need, stage_bytes
-from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.preview import experts_text, preview
 from edgepipe.planner.profiles import MeasuredSpeed, TableSpeed
 from edgepipe.planner.shortage import least_share

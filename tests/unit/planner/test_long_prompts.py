@@ -6,9 +6,10 @@ import pytest
 
 from edgepipe.backend.devices import parse_devices
 from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.forecast import Ring
-from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.preview import LONG_PROMPT_TOKENS, preview, preview_as_dict
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine

@@ -13,9 +13,10 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import parse_link

@@ -10,9 +10,10 @@ import pytest
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed, place_by_plan
-from edgepipe.planner.plan import Constraints, Plan, describe, plan
+from edgepipe.planner.plan import Plan, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.shapes.loader import named_shape

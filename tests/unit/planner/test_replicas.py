@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Constraints
 from edgepipe.planner.profiles import Links, Machine
 from edgepipe.planner.replicas import (
     Layout,

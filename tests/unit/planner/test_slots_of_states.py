@@ -9,8 +9,9 @@ import pytest
 from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand
-from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.preview import disk_kv_tokens, host_kv_tokens, plan_as_dict
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.spec.memory_classes import LEAST_SLOTS, state_slots

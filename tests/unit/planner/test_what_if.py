@@ -11,8 +11,9 @@ from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Constraints, plan
+from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_as_dict, plan_text, preview, preview_as_dict, shortage_as_dict, which_fit
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import alternatives, changed, helps
