@@ -175,6 +175,7 @@ class Ring:
             context=self._demand.read_tokens,
             micro_batches=1 if beside is None else beside.micro_batches,
             protected=beside is not None,
+            begun=position,
         )
 
     def _times(self) -> RingTimes:

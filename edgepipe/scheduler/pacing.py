@@ -10,10 +10,11 @@ equal servers and fixed work f, the best n is ``sqrt(W * (N - 1) / f)``. The pac
 instead, since fixed work differs between servers and grows with the tokens where experts are read. The chunks of a
 prompt take the slowest server equally long: attention grows with the position, so their tokens fall.
 
-While sequences decode, decodes ride in the chunks' steps. A step's turn may then exceed a decode's turn without prompts
-by the goal. Of the sizes that keep it, the pacer takes the one with the most prompt tokens per second, and the smallest
-of about equal ones. Short prompts end soon, so they may take a quarter longer, long ones a tenth. Short ones also ride
-only: a step of their own would read the weights between two steps of decodes, and make the second one late.
+While sequences decode, decodes ride in the chunks' steps. A late turn, as steps vary, may then exceed a decode's turn
+without prompts by the goal. Of the sizes that keep this for all positions of the choice, the pacer takes the one with
+the most prompt tokens per second, and the smallest of about equal ones. Short prompts end soon, so they may take a
+quarter longer, long ones a tenth, and no more than a third of a second in all. Short ones also ride only: a step of
+their own would read the weights between two steps of decodes, and make the second one late.
 
 Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
 third. As long as the weights bound a step, many decodes of batches fit into that.
@@ -50,12 +51,14 @@ _PRECISION = 16  # sizes are found within a sixteenth
 _BESIDE_BATCH = 1.35  # turn of chats beside a batch, as a multiple of their turn alone
 _MOST_BATCH_ROWS = 1024
 _POSITIONS_ALIKE = 8192  # a choice beside decodes holds for a fifth of these tokens, and of a later position
-_KEPT = 0.9  # share of the goal that forecasts may use: steps vary
+_LATE = 0.15  # share by which a late turn is longer than forecast, over the root of its steps, which vary by 5 %
 _EQUAL_ENDS = 0.02  # the same of a prompt's last moment, if no sequence decodes: each step costs the hosts work
 _LAST_CHUNKS, _LARGER = 8, 0.25  # the last few chunks of a prompt share up to a quarter of one
 _ROUNDS = 8  # sizes that the search for one of equal time tries
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smaller step is kinder to chats
+_EQUAL_S = 0.35  # but it may cost the oldest prompt no more than so many seconds
+_VARIED = 10  # exponent: where a turn and the slowest server's steps take equally long, jitter costs 7 %
 _EQUAL_SHORT = 0.25  # the same of short prompts: they end soon anyway
 _SHORT_TOKENS = 1024  # of all prompts that wait together, if they are short
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
@@ -113,6 +116,7 @@ class Waiting(NamedTuple):
     protected: bool = False  # whether one of the decoding sequences is interactive
     chats: int = 0  # interactive sequences among ``decodes``
     batch: bool = False  # whether all prompts that wait belong to batches
+    begun: int = 0  # tokens of the oldest prompt that steps hold or held, without those from the cache
 
 
 class Chunk(NamedTuple):
@@ -156,7 +160,7 @@ class _Target(NamedTuple):
 class _Load(NamedTuple):
     """What a choice beside decodes holds for."""
 
-    position: int  # of the prompt that is furthest on, about
+    until: int  # position of the prompt that is furthest on, about: no step of the choice goes further
     decodes: int  # about
     micro_batches: int  # M
     batch: bool  # whether all prompts that wait belong to batches
@@ -397,9 +401,10 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        short = waiting.left + waiting.others <= _SHORT_TOKENS
+        short = waiting.begun + waiting.left + waiting.others <= _SHORT_TOKENS
+        until = _above(waiting.position + _POSITIONS_ALIKE)
         load = _Load(
-            _about(waiting.position + _POSITIONS_ALIKE),
+            until - _POSITIONS_ALIKE,
             _about(waiting.decodes),
             waiting.micro_batches,
             waiting.batch,
@@ -417,8 +422,9 @@ class Pacer:
         if waiting.batch:
             limit_s *= 1 + (_BESIDE_BATCH - 1) * self._chat_turns.share
         else:
-            limit_s += _KEPT * goal_s
-        equal = _EQUAL_SHORT if short else _EQUAL
+            limit_s += goal_s
+        last = min(load.until, waiting.position + waiting.left + waiting.others)
+        waiting = waiting._replace(position=max(waiting.position, last))
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         for tokens in _sizes(self._most):
             found = self._best_beside(waiting, tokens, limit_s, short=short)
@@ -427,7 +433,7 @@ class Pacer:
             if best is not None and found[1].over_goal_s > 0:
                 best = (best[0], best[1]._replace(bound="goal"))
                 break
-            if best is None or found[0] < best[0] * (1 - equal):
+            if best is None or found[0] < best[0] * (1 - _equal_share(waiting, best[0], short=short)):
                 best = found
         assert best is not None  # there is always a smallest size
         self._beside = (load, best[1])
@@ -443,6 +449,8 @@ class Pacer:
         """Return the best P for steps of this size, and the seconds until the prompts end.
 
         The smaller P leaves the slowest server idle for a part of each turn, the larger one lets steps queue there.
+        One step more lengthens a chat's turn, but steps vary, and then that server waits less often: long prompts may
+        take it.
         """
         before = self._beside[1].in_flight if self._beside is not None else waiting.micro_batches
         rows = _rows(waiting, before)
@@ -452,15 +460,27 @@ class Pacer:
             return None
         filled = self._in_flight(passage, tokens, spare=0)
         choices: list[tuple[float, float, Chunk]] = []
-        for in_flight in range(max(1, filled - 1), filled + 1):
+        for in_flight in range(max(1, filled - 1), self._in_flight(passage, tokens, spare=int(not short)) + 1):
             turn_s = max(passage.turn_s, in_flight * passage.server_s)
-            ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
-            over_s = max(0.0, turn_s - limit_s)
+            mean_s = (passage.turn_s**_VARIED + (in_flight * passage.server_s) ** _VARIED) ** (1 / _VARIED)
+            ends_s = (waiting.left + waiting.others) / prompt_tokens * mean_s / in_flight + turn_s
+            over_s = max(0.0, turn_s * (1 + _LATE / in_flight**0.5) - limit_s)
             bound = "goal" if over_s else passage.slowest
             chunk = Chunk(tokens, in_flight, passage.server_s, bound, over_s, rides=short, spaced=True)
             choices.append((over_s, ends_s, chunk))
-        _, ends_s, chunk = min(choices)
+        over_s, ends_s, chunk = min(choices[:2] if filled > 1 else choices[:1])
+        more_over_s, sooner_s, more = choices[-1]
+        if more_over_s <= over_s and sooner_s < ends_s * (1 - _equal_share(waiting, ends_s, short=short)):
+            return sooner_s, more
         return ends_s, chunk
+
+
+def _equal_share(waiting: Waiting, ends_s: float, *, short: bool) -> float:
+    """Return the share of ``ends_s``, the time until the prompts that wait end, that a smaller step may cost them."""
+    if short:
+        return _EQUAL_SHORT
+    oldest_s = ends_s * (waiting.begun + waiting.left) / (waiting.left + waiting.others)
+    return min(_EQUAL, _EQUAL_S / oldest_s) if oldest_s else _EQUAL
 
 
 def _turn_s(passage: Passage, in_flight: int) -> float:
@@ -472,6 +492,12 @@ def _about(count: int) -> int:
     """Return the count with its three leading bits, so that a choice holds for similar loads."""
     rest = max(0, count.bit_length() - 3)
     return count >> rest << rest
+
+
+def _above(count: int) -> int:
+    """Return the least number above the count that has four leading bits, so that a choice holds up to there."""
+    rest = max(0, count.bit_length() - 4)
+    return ((count >> rest) + 1) << rest
 
 
 def _rows(waiting: Waiting, in_flight: int) -> int:

@@ -576,13 +576,17 @@ class Scheduler:
             protected=self._num_decodes > 0 and any(self._is_protected(each) for each in self._running.values()),
             chats=chats,
             batch=chats > 0 and self._only_batches_wait(first),
+            begun=max(0, first.scheduled - first.cached_prompt_tokens) if first is not None else 0,
         )
 
     @property
     def _mean_context(self) -> int:
-        """Tokens that a running sequence attends to, in the mean."""
+        """Tokens that a running sequence attends to, in the mean, without prompts that are computed."""
         held = (self._tables.num_blocks - self._tables.free_blocks) * self._limits.block_size
-        return held // max(1, len(self._running))
+        others = len(self._running)
+        for prompt in self._prompts:
+            held, others = held - len(prompt.tokens), others - 1
+        return max(1, held) // max(1, others)
 
     def _only_batches_wait(self, first: Sequence | None) -> bool:
         """Whether all prompts with tokens to compute, and the ``first`` to do so, belong to batches."""

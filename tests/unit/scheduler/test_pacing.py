@@ -202,6 +202,57 @@ def test_short_prompts_take_smaller_steps_beside_chats_than_long_ones() -> None:
     assert short.seconds < long.seconds
 
 
+def test_the_last_tokens_of_a_long_prompt_are_no_short_prompt() -> None:
+    ring = ring_of([Server(0.02, 1e-4)] * 2)
+    end = beside(ring, 0.3, position=23_500, left=500, begun=23_500)
+    cached = beside(ring, 0.3, position=23_500, left=500)
+    assert not end.rides
+    assert cached.rides
+    assert cached.step_tokens < end.step_tokens
+
+
+@settings(deadline=None)
+@given(rings, st.floats(0.03, 0.5), st.integers(0, 40_000))
+def test_a_choice_keeps_the_goal_until_the_next_one(ring: RingTimes, goal_s: float, position: int) -> None:
+    pacer = Pacer(ring, most_tokens=MOST, goal_s=goal_s)
+    alone = pacer.passage(StepWork(1, 1, 500, 500.0, 1))
+    assert alone is not None
+    chosen: Chunk | None = None
+    for at in range(position, position + 2_000, 250):
+        chunk = pacer.chunk(
+            Waiting(prompt=1, position=at, left=60_000 - at, others=0, decodes=1, context=500, protected=True)
+        )
+        assert chunk is not None
+        if chunk is chosen and not chunk.over_goal_s:
+            riding = pacer.passage(work(at, chunk.step_tokens))
+            assert riding is not None
+            slower = 1e-9 + 500 * sum(stage.__self__.pair for (stage,) in ring.stages)  # type: ignore[attr-defined]
+            assert max(riding.turn_s, chunk.in_flight * riding.server_s) <= alone.turn_s + goal_s + slower
+        chosen = chunk
+
+
+def test_prompts_are_not_the_context_of_decodes_beside_them() -> None:
+    class Recorder(Pacer):
+        contexts: list[int]
+
+        def chunk(self, waiting: Waiting) -> Chunk | None:
+            if waiting.decodes:
+                self.contexts.append(waiting.context)
+            return super().chunk(waiting)
+
+    world = World(limits(num_blocks=2000, context_length=6_000, micro_batches=2), ThrottledPolicy())
+    pacer = Recorder(ring_of([Server(0.02, 1e-4)] * 2), most_tokens=MOST, goal_s=0.1)
+    pacer.contexts = []
+    world.scheduler.set_pacer(pacer)
+    world.submit(spec(1, 5, max_tokens=60), spec(2, 9, max_tokens=60))
+    world.go(6)
+    world.submit(spec(3, 5_000, max_tokens=2))
+    world.run()
+    assert pacer.contexts
+    assert max(pacer.contexts) <= 96
+    world.check_outputs()
+
+
 def test_a_short_prompt_rides_with_decodes_and_a_long_one_takes_steps_of_its_own() -> None:
     for prompt, alone in ((40, False), (1500, True)):
         world = World(limits(num_blocks=800, context_length=2_000, micro_batches=3), ThrottledPolicy())
