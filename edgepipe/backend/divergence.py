@@ -47,7 +47,7 @@ def computing_backend() -> tuple[str, Backend]:
     raise BackendUnavailable(
         "no backend is installed that computes",
         fact=f"{', '.join(names) or 'none'}: the libraries are missing",
-        next_step="pip install 'edgepipe[torch]', or 'edgepipe[mlx]' on a Mac",
+        next_step="edgepipe update --extra torch, or --extra mlx on a Mac",
     )
 
 

@@ -33,6 +33,6 @@ def create_backend(name: str, options: BackendOptions) -> Backend:
         raise BackendUnavailable(
             f"the {name} backend cannot be imported",
             fact=plain(exc),
-            next_step=f"pip install 'edgepipe[{name}]'",
+            next_step=f"edgepipe update --extra {name}",
         ) from exc
     return factory(options)

@@ -108,7 +108,7 @@ def choose_backends(text: str, num_nodes: int) -> list[str]:
         raise FeatureMissing(
             "no backend is installed that can run a model",
             fact="neither torch nor mlx is installed",
-            next_step="pip install 'edgepipe[torch]'    (or [mlx] on a Mac)",
+            next_step="edgepipe update --extra torch    (or mlx on a Mac)",
         )
     if len(names) > num_nodes:
         raise ConfigInvalid(

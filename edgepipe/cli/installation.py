@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,6 +23,10 @@ from edgepipe.system import find_uv
 Command = tuple[str, ...]
 
 RELEASED = False  # as in scripts/install.sh: until the first release, another program may have the name on the index
+
+
+EXTRAS = {"torch": "torch", "mlx": "mlx", "plot": "matplotlib"}
+"""The package by which an extra is known to be installed."""
 
 
 class Installer(Enum):
@@ -41,7 +46,8 @@ class Installation:
     place: Path  # the environment, or the checkout
     python: Path
     python_version: str  # "3.11"
-    extras: tuple[str, ...]  # torch, mlx
+    extras: tuple[str, ...]  # of EXTRAS
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])  # by extra, as pip takes them
     source: str = ""  # URL, folder or file that it was installed from; empty: an index
     checkout: Path | None = None  # folder that it runs from, or was built from
     checkout_exists: bool = True
@@ -76,7 +82,8 @@ def find_installation() -> Installation:
         place=place,
         python=Path(sys.executable).absolute(),
         python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
-        extras=tuple(name for name in ("torch", "mlx") if find_spec(name) is not None),
+        extras=tuple(extra for extra, package in EXTRAS.items() if find_spec(package) is not None),
+        needs={extra: _needs_of(extra) for extra in EXTRAS},
         source=_source(direct),
         checkout=checkout,
         checkout_exists=checkout is None or checkout.is_dir(),
@@ -114,6 +121,19 @@ def update_commands(installed: Installation, source: Sequence[str] = (), *, rele
         case Installer.PIPX | Installer.PIP:
             builds = not source and installed.checkout is not None
             return [*pull, *_pip(installed, source or _again(installed), builds=builds)]
+
+
+def extra_commands(installed: Installation, extras: Sequence[str], *, released: bool = RELEASED) -> list[Command]:
+    """Return the commands that add extras to edgepipe as it is. PURE.
+
+    pip adds what they need. uv makes the environment anew, from where edgepipe came.
+    Raises ConfigInvalid if uv would not find that place, FeatureMissing without uv.
+    """
+    if installed.installer is not Installer.UV:
+        return [(*_installs(installed), *(need for extra in extras for need in installed.needs[extra]))]
+    if not installed.source.endswith(".whl"):
+        _check_source(installed, released=released)
+    return [_uv(replace(installed, extras=tuple(dict.fromkeys((*installed.extras, *extras)))), ())]
 
 
 def remove_command(installed: Installation) -> str:
@@ -186,21 +206,26 @@ def _pip(installed: Installation, arguments: Sequence[str], *, builds: bool) -> 
 
     ``builds``: the arguments name a folder, whose files pip always takes anew.
     """
-    if installed.installer is Installer.PIPX:
-        install: Command = ("pipx", "runpip", "edgepipe", "install")
-    elif installed.has_pip:
-        install = (str(installed.python), "-m", "pip", "install")
-    elif installed.uv:
-        options = ("--upgrade-package", "edgepipe", "--reinstall-package", "edgepipe")
-        return [(installed.uv, "pip", "install", "--python", str(installed.python), *options, *arguments)]
-    else:
-        raise FeatureMissing(
-            "nothing on this machine can update edgepipe", fact="its Python has no pip", next_step="install uv"
-        )
+    install = _installs(installed)
+    if install[0] == installed.uv:
+        return [(*install, "--upgrade-package", "edgepipe", "--reinstall-package", "edgepipe", *arguments)]
     commands: list[Command] = [(*install, "--upgrade", *arguments)]
     if not builds:
         commands.append((*install, "--force-reinstall", "--no-deps", *arguments))
     return commands
+
+
+def _installs(installed: Installation) -> Command:
+    """Return how packages come into the environment. Raises FeatureMissing if nothing can bring them."""
+    if installed.installer is Installer.PIPX:
+        return ("pipx", "runpip", "edgepipe", "install")
+    if installed.has_pip:
+        return (str(installed.python), "-m", "pip", "install")
+    if installed.uv:
+        return (installed.uv, "pip", "install", "--python", str(installed.python))
+    raise FeatureMissing(
+        "nothing on this machine can update edgepipe", fact="its Python has no pip", next_step="install uv"
+    )
 
 
 def _again(installed: Installation) -> list[str]:
@@ -230,6 +255,17 @@ def _source(direct: dict[str, Any]) -> str:
         return url
     wanted = direct["vcs_info"].get("requested_revision", "")
     return f"{direct['vcs_info']['vcs']}+{url}" + (f"@{wanted}" if wanted else "")
+
+
+def _needs_of(extra: str) -> list[str]:
+    """Return what an extra of the installed version needs, with the conditions that remain."""
+    found: list[str] = []
+    for text in metadata.requires("edgepipe") or ():
+        need, _, condition = text.partition(";")
+        rest, count = re.subn(rf"\s*(and\s+)?extra == ['\"]{extra}['\"]", "", condition)
+        if count:
+            found.append(f"{need.strip()}; {rest.strip()}" if rest.strip() else need.strip())
+    return found
 
 
 def _extras(extras: Sequence[str]) -> str:

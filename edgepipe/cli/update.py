@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.options import DataDir, data_dir_of
-from edgepipe.errors import FeatureMissing
+from edgepipe.errors import ConfigInvalid, FeatureMissing
 from edgepipe.plain_words import plain
 
 _FACTS = """
@@ -48,11 +49,15 @@ def update(
             help="A wheel, a folder of wheels, a checkout, git+URL, or an index.  [default: as it was installed]",
         ),
     ] = "",
+    extra: Annotated[
+        list[str] | None,
+        typer.Option("--extra", metavar="NAME", help="Add torch, mlx or plot to this version, instead of a newer one."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Update edgepipe as it was installed, then restart the node."""
-    from edgepipe.cli.installation import find_installation, source_arguments, update_commands
+    """Update edgepipe as it was installed, or add to it with --extra; then restart the node."""
+    from edgepipe.cli.installation import EXTRAS, extra_commands, find_installation, source_arguments, update_commands
     from edgepipe.cli.restarting import (
         restart,
         running_node,
@@ -61,7 +66,11 @@ def update(
 
     folder = data_dir_of(data_dir)
     installed = find_installation()
-    commands = update_commands(installed, source_arguments(source, installed.extras) if source else ())
+    if extra:
+        _check_extras(extra, EXTRAS, source)
+        commands = extra_commands(installed, extra)
+    else:
+        commands = update_commands(installed, source_arguments(source, installed.extras) if source else ())
     node = running_node(folder)
     running = running_version(folder) if node is not None else ""
     before = _installed()
@@ -80,10 +89,13 @@ def update(
         _run(command)
     after = _installed()
     if after == before:
-        print(f"nothing has changed: edgepipe {before.version} is the newest version there")
+        newest = "has this already" if extra else "is the newest version there"
+        print(f"nothing has changed: edgepipe {before.version} {newest}")
         if running in ("", after.version):
             return
         print(f"the node still runs edgepipe {running}")
+    elif extra:
+        print(f"edgepipe {after.version} has {', '.join(extra)} now")
     elif after.version == before.version:
         print(f"edgepipe {after.version} is installed; its files are newer than before")
     else:
@@ -93,6 +105,16 @@ def update(
     if node is not None:
         ready = restart(node)
         print(f"the node runs again, at {ready['address']}" if ready else "the node runs again, as a service")
+
+
+def _check_extras(extras: Sequence[str], known: Collection[str], source: str) -> None:
+    """Raise ConfigInvalid for an extra that does not exist, or one beside another source."""
+    if unknown := sorted(set(extras) - set(known)):
+        raise ConfigInvalid(f"there is no extra '{unknown[0]}'", next_step=f"choose among {', '.join(known)}")
+    if source:
+        raise ConfigInvalid(
+            "--extra and --from contradict each other", next_step="edgepipe update --from WHERE, then add the extra"
+        )
 
 
 def _installed() -> _Installed:

@@ -110,6 +110,18 @@ def test_an_update_restarts_the_node_as_it_was_started(machine: BareMachine, new
         machine.run(str(machine.program), "node", "stop")
 
 
+def test_an_extra_is_added_to_the_version_that_is_installed(machine: BareMachine, wheels: Path) -> None:
+    pack_dependencies(wheels, of=("matplotlib",))
+    machine.environment |= {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(wheels)}  # what a user's index is
+    plot = ("simulate", "--devices", "rtx4090", "--as-model", "qwen3-8b", "--requests", "2", "--plot", "a.svg")
+    before = machine.run(str(machine.program), *plot)
+    assert before.returncode != 0
+    assert "edgepipe update --extra plot" in before.stdout + before.stderr
+    assert f"edgepipe {edgepipe.__version__} has plot now" in machine.edgepipe("update", "--extra", "plot")
+    machine.edgepipe(*plot)
+    assert "has this already" in machine.edgepipe("update", "--extra", "plot")
+
+
 @pytest.mark.parametrize("machine", ["pip"], indirect=True)
 def test_a_node_that_runs_older_files_than_the_disk_has_is_restarted(machine: BareMachine, newer: Path) -> None:
     machine.environment["EDGEPIPE_INTERFACE"] = "127.0.0.1"

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEEDED = ("avx2", "fma", "f16c")  # x86 instructions; without f16c, LLVM would call a library for float16
-_INSTALL = "pip install llvmlite"
+_INSTALL = "edgepipe update --extra torch"
 
 
 class Compiler:

@@ -73,13 +73,13 @@ def backend_finding() -> Finding:
             id="machine.backend",
             what="this machine can chat and show status, but cannot run a model yet",
             fact="neither torch nor mlx is installed",
-            remedy=f"pip install 'edgepipe[{extra}]'",
+            remedy=f"edgepipe update --extra {extra}",
         )
     if mac and "mlx" not in have:
         return warning(
             id="machine.backend",
             what="this Mac computes with torch only, several times slower than with MLX",
-            remedy="pip install 'edgepipe[mlx]'",
+            remedy="edgepipe update --extra mlx",
         )
     return ok(
         id="machine.backend", what=f"backends: {', '.join(have)}", fact="an NVIDIA driver is installed" if gpu else ""
@@ -102,7 +102,7 @@ def kernel_finding() -> Finding | None:
     if flags and not flags >= _KERNEL_FLAGS:
         return note(id="machine.kernels", what=_SLOWER, fact="this CPU has no AVX2, FMA and F16C")
     found = importlib.util.find_spec("llvmlite") is not None
-    return _compiler_finding("CPU", "llvmlite", "pip install llvmlite", found=found)
+    return _compiler_finding("CPU", "llvmlite", "edgepipe update --extra torch", found=found)
 
 
 def _compiler_finding(kernels: str, compiler: str, remedy: str, *, found: bool) -> Finding:

@@ -43,7 +43,7 @@ async def measure(config: Config, say: Callable[[str], None]) -> Measured:
         raise BackendUnavailable(
             "this installation computes nothing",
             fact="neither torch nor mlx is installed",
-            next_step="pip install 'edgepipe[torch]'",
+            next_step="edgepipe update --extra torch, or --extra mlx on a Mac",
         )
     settings = {
         "backend": backend,

@@ -53,7 +53,7 @@ def new_figure(*, height: float) -> Any:
         module: Any = import_module("matplotlib.figure")
     except ImportError:
         raise FeatureMissing(
-            "plots need matplotlib", fact="it is not installed", next_step="pip install 'edgepipe[plot]'"
+            "plots need matplotlib", fact="it is not installed", next_step="edgepipe update --extra plot"
         ) from None
     return module.Figure(figsize=(12, height), layout="constrained")
 

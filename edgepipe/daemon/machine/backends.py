@@ -59,6 +59,6 @@ def _checked(wanted: str) -> str:
         raise FeatureMissing(
             f"the {wanted} backend cannot run here",
             fact=f"the package {wanted} is not installed",
-            next_step=f"pip install 'edgepipe[{wanted}]'",
+            next_step=f"edgepipe update --extra {wanted}",
         )
     return wanted

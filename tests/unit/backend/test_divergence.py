@@ -78,4 +78,4 @@ def test_without_a_library_the_error_names_the_package(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "create_backend", missing)
     with pytest.raises(BackendUnavailable, match="no backend is installed") as error:
         computing_backend()
-    assert "pip install" in error.value.next_step
+    assert "--extra torch" in error.value.next_step

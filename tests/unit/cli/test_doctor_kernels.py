@@ -67,7 +67,7 @@ def test_without_a_gpu_kernels_need_llvmlite(install: Callable[..., None], monke
     install("torch/lib/libtorch.so", driver=False)
     finding = kernel_finding()
     assert finding is not None
-    assert (finding.level, finding.remedy) == (Level.WARNING, "pip install llvmlite")
+    assert (finding.level, finding.remedy) == (Level.WARNING, "edgepipe update --extra torch")
     assert "tens of times as fast" in finding.fact
     install("llvmlite/binding.py", driver=False)
     finding = kernel_finding()

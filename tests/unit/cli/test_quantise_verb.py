@@ -58,7 +58,7 @@ def test_without_a_backend_it_says_how_to_measure(run: Run, models: Path, monkey
     result = run("models", "quantise", "tiny", "--to", "q4")
     assert result.code == 0
     assert "was not measured: no backend is installed" in result.out
-    assert "pip install 'edgepipe[torch]'" in result.out
+    assert "edgepipe update --extra torch" in result.out
     assert (models / "tiny-q4").is_dir()
     found = json.loads(run("models", "quantise", "tiny", "--to", "q4", "--json").out)
     assert (found["kl"], found["num_tokens"]) == (None, 0)

@@ -12,6 +12,7 @@ from edgepipe.cli.installation import (
     RELEASED,
     Installation,
     Installer,
+    extra_commands,
     find_installation,
     remove_command,
     source_arguments,
@@ -105,6 +106,37 @@ def test_without_a_place_for_newer_versions_a_person_names_one(
     assert fact in caught.value.fact
     assert "--from WHERE" in caught.value.next_step
     assert update_commands(installed, ["a.whl"], released=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"installer": Installer.PIP}, "/env/bin/python -m pip install matplotlib>=3.9"),
+        ({"installer": Installer.PIPX}, f"{PIPX} matplotlib>=3.9"),
+        ({"installer": Installer.CHECKOUT}, "/env/bin/python -m pip install matplotlib>=3.9"),
+        ({"has_pip": False}, "/bin/uv pip install --python /env/bin/python matplotlib>=3.9"),
+        (
+            {"installer": Installer.UV, "source": "file:///e-1.whl"},
+            f"{UV_TOOL} --torch-backend=auto edgepipe[torch,plot] @ file:///e-1.whl",
+        ),
+        ({"installer": Installer.UV, "index": FOLDER}, f"{UV_TOOL} {' '.join(FOLDER)} edgepipe[torch,plot]"),
+    ],
+)
+def test_an_extra_is_added_to_the_version_that_is_installed(changes: dict[str, Any], expected: str) -> None:
+    installed = replace(INSTALLED, needs={"plot": ["matplotlib>=3.9"]}, **changes)
+    assert [" ".join(each) for each in extra_commands(installed, ["plot"])] == [expected]
+
+
+def test_an_extra_needs_what_the_metadata_say() -> None:
+    needs = find_installation().needs
+    assert {need.partition(">")[0] for need in needs["torch"]} == {"torch", "llvmlite"}
+    assert all("sys_platform" in need.partition(";")[2] for need in needs["mlx"])
+    assert not any("extra" in need for own in needs.values() for need in own)
+
+
+def test_uv_adds_no_extra_from_a_place_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigInvalid, match="where newer versions are"):
+        extra_commands(replace(INSTALLED, installer=Installer.UV), ["plot"], released=False)
 
 
 def test_updates_and_the_script_agree_whether_there_is_a_release() -> None:
