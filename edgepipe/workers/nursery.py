@@ -1,15 +1,14 @@
 """The nursery: a process that has imported what children need and forks one for each request of its daemon.
 
 The daemon forks it before its own threads start (``daemon/processes/nursery.py``). A child is the daemon's own, not the
-nursery's: the nursery forks a process that forks the child and ends, and the system hands the child to the daemon. A
-child looks like a process that was started by itself: its own session, environment, streams and command line.
+nursery's (``children/orphans.py``). It looks like a process that was started by itself: its own session, environment,
+streams and command line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
+import functools
 import gc
 import importlib
 import json
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from edgepipe.children.orphans import close_descriptors, fork_orphan, take_streams
 from edgepipe.config import enter_child_environment
 from edgepipe.system import raise_descriptor_limit
 from edgepipe.workers.settings import KINDS
@@ -52,14 +52,16 @@ def serve(control: socket.socket) -> NoReturn:
     """
     try:
         _settle(control.fileno())
+        gc.disable()  # imports make many objects, and no garbage
         for module in ("main", *KINDS):
             importlib.import_module(f"edgepipe.workers.{module}")
         gc.freeze()  # children share these objects' memory as long as no collection writes to them
+        gc.enable()
         while True:
             data, passed, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
             if not data:
                 break
-            answer = _fork(ForkRequest(**json.loads(data)), passed)
+            answer = fork_orphan(functools.partial(_become, ForkRequest(**json.loads(data)), passed))
             for descriptor in passed:
                 os.close(descriptor)
             control.send(json.dumps(answer).encode())
@@ -77,46 +79,17 @@ def _settle(control: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
-    _close_all_but(control)
+    close_descriptors(but=control)
     sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of libraries' sleeping threads
     _show_as("nursery")
 
 
-def _fork(request: ForkRequest, passed: Sequence[int]) -> int:
-    reader, writer = os.pipe()
-    try:
-        between = os.fork()
-        if between == 0:
-            try:
-                if os.fork() == 0:
-                    os.setsid()  # before the daemon knows the process, whose group it may kill at once
-                    os.write(writer, str(os.getpid()).encode())
-                    _become(request, passed)
-            finally:
-                os._exit(0)
-        os.waitpid(between, 0)
-    except OSError as exc:
-        return -(exc.errno or errno.EAGAIN)
-    finally:
-        os.close(writer)
-        with open(reader, "rb") as source:
-            pid = source.read()
-    return int(pid) if pid else -errno.EAGAIN  # the second fork failed
-
-
 def _become(request: ForkRequest, passed: Sequence[int]) -> NoReturn:
     """Run a child's main function in this process."""
-    earlier = (sys.stdin, sys.stdout, sys.stderr)  # kept: a stream that nothing holds would close its descriptor
+    earlier = None
     try:
-        for number in (0, 1, 2):
-            os.dup2(passed[0], number)
-        if request.mark >= 0:
-            os.dup2(passed[1], request.mark)
-        _close_all_but(request.mark)
-        sys.stdin = open(0, closefd=False)
-        sys.stdout = open(1, "w", closefd=False)
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        earlier = take_streams([passed[0]] * 3, kept=passed[1:], number=request.mark)
         enter_child_environment(threads=request.threads)
         sys.argv[1:] = [request.kind]
         _show_as(request.kind)
@@ -128,14 +101,6 @@ def _become(request: ForkRequest, passed: Sequence[int]) -> NoReturn:
     finally:
         del earlier
         os._exit(1)
-
-
-def _close_all_but(kept: int) -> None:
-    """Close all descriptors above those of the standard streams but one."""
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number != kept:
-            with contextlib.suppress(OSError):  # the one that listed them is closed already
-                os.close(number)
 
 
 def _show_as(kind: str) -> None:

@@ -31,7 +31,7 @@ _LEFT = ["batches", "identity", "incarnation", "node.log", "trust"]
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}")
+    made = Nodes(folder=tmp_path, cluster=f"test-{tmp_path.name}-{id(tmp_path)}", forks=False)
     yield made
     await made.end()
 

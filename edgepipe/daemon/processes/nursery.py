@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -12,14 +10,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Generator
 
+from edgepipe.children.orphans import adopting_orphans, is_own
 from edgepipe.config import forks_safely
 from edgepipe.workers.nursery import MESSAGE_BYTES, ForkRequest, serve
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 class ForkedProcess:
@@ -70,7 +66,7 @@ class Nursery:
                 stdout, stdin = await asyncio.open_connection(sock=ours, limit=limit)
                 passed = [theirs.fileno(), *([mark] if mark >= 0 else ())]
                 answer = await self._ask(self._control, request, passed, within_s=within_s)
-            if answer > 0 and _is_own(answer):
+            if answer > 0 and is_own(answer):
                 return ForkedProcess(answer, stdin=stdin, stdout=stdout)
             stdin.close()
             if answer < 0:
@@ -94,7 +90,7 @@ class Nursery:
         meanwhile ends by itself, at the end of its standard input.
         """
         try:
-            with _adopting_orphans():
+            with adopting_orphans():
                 socket.send_fds(control, [request.to_bytes()], passed)
                 async with asyncio.timeout(within_s):
                     await _until_readable(control.fileno())
@@ -119,26 +115,6 @@ def start_nursery() -> Nursery | None:
     theirs.close()
     ours.setblocking(False)
     return Nursery(ours, pid)
-
-
-def _is_own(pid: int) -> bool:
-    """Return whether a process is a child of this one: some containers do not let orphans be adopted."""
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Generator[None]:
-    """Let this process become the parent of descendants whose parent ends meanwhile."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 async def _until_readable(descriptor: int) -> None:

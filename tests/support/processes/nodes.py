@@ -26,6 +26,7 @@ from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import ServeEvent, ServeRequest
 from tests.support.cluster.members import member_of
 from tests.support.network.lan import LanHost
+from tests.support.processes.node_nursery import ForkedNode, fork_node
 
 READY_S = 40.0  # a busy machine starts Python slowly
 LOOK_S = 0.02
@@ -36,7 +37,7 @@ _MOST_NODES = 8  # of one test
 class Node:
     """A running node."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedNode
     data_dir: Path
     address: str
     http_port: int
@@ -103,8 +104,11 @@ class Nodes:
     folder: Path
     cluster: str
     main: tuple[str, ...] = ("-m", "edgepipe.daemon")  # what is run
+    forks: bool = sys.platform == "linux"  # nodes on loopback from a nursery; else by ``exec``
     spare: list[Path] = field(default_factory=list[Path])  # data directories with identities in the cluster
-    started: list[asyncio.subprocess.Process] = field(default_factory=list["asyncio.subprocess.Process"])
+    started: list[asyncio.subprocess.Process | ForkedNode] = field(
+        default_factory=list["asyncio.subprocess.Process | ForkedNode"]
+    )
     _drains: list[asyncio.Future[None]] = field(default_factory=list["asyncio.Future[None]"])
 
     async def start(self, name: str, *, host: LanHost | None = None, **flags: Any) -> Node:
@@ -126,7 +130,9 @@ class Nodes:
             node_id=ready["node_id"],
         )
 
-    async def spawn(self, name: str, *, host: LanHost | None = None, **flags: Any) -> asyncio.subprocess.Process:
+    async def spawn(
+        self, name: str, *, host: LanHost | None = None, **flags: Any
+    ) -> asyncio.subprocess.Process | ForkedNode:
         """Start a node's process, on a host of a lab if one is given."""
         defaults: dict[str, Any] = {
             "name": name,
@@ -148,6 +154,8 @@ class Nodes:
         env = {**environ, "OMP_NUM_THREADS": "1"}
         if host is not None:
             process = await host.spawn(command, env=env, stdout=pipe, stderr=pipe)
+        elif self.forks and self.main[0] == "-m":
+            process = await fork_node(self.main[1], command[-1:], env)
         else:
             process = await asyncio.create_subprocess_exec(
                 *command, env=env, stdout=pipe, stderr=pipe, start_new_session=True
@@ -197,7 +205,7 @@ def idle(status: ClusterStatus, num_nodes: int) -> bool:
     )
 
 
-async def _drain(process: asyncio.subprocess.Process) -> None:
+async def _drain(process: asyncio.subprocess.Process | ForkedNode) -> None:
     """Read what the node logs, so that it never blocks; its log file has it too."""
     assert process.stderr is not None
     while await process.stderr.read(1 << 16):
