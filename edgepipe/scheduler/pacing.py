@@ -17,7 +17,7 @@ quarter longer, long ones a tenth, and no more than a third of a second in all. 
 their own would read the weights between two steps of decodes, and make the second one late.
 
 Batches are not worth that much: beside chats, their prompts and decodes together may lengthen a chat's turn by a
-third. As long as the weights bound a step, many decodes of batches fit into that.
+quarter. As long as the weights bound a step, many decodes of batches fit into that.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is r
 _FINER = 1.3  # factor between the numbers of chunks that are compared
 _SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for few tokens end at such edges
 _PRECISION = 16  # sizes are found within a sixteenth
-_BESIDE_BATCH = 1.35  # turn of chats beside a batch, as a multiple of their turn alone
+_BESIDE_BATCH = 1.25  # turn of chats beside a batch, as a multiple of their turn alone
 _MOST_BATCH_ROWS = 1024
+_ONE_STEP = 0.6  # below this share of the forecast, batches decode in the chats' step only
 _POSITIONS_ALIKE = 8192  # a choice beside decodes holds for a fifth of these tokens, and of a later position
 _LATE = 0.15  # share by which a late turn is longer than forecast, over the root of its steps, which vary by 5 %
 _EQUAL_ENDS = 0.02  # the same of a prompt's last moment, if no sequence decodes: each step costs the hosts work
@@ -195,6 +196,7 @@ class Pacer:
         self._checked = False  # the last use of that choice predicted its time again: every second one does
         # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
         self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
+        self._batch_alone = 0  # the most rows of batches if one step is in flight
         self._chat_turns = ChatTurns(_BESIDE_BATCH)
 
     def passage(self, work: StepWork) -> Passage | None:
@@ -233,8 +235,9 @@ class Pacer:
     def beside_chats(self, chats: int, *, context: int, micro_batches: int) -> BesideChats | None:
         """Return what batches may decode beside ``chats`` decodes of chats, so that these hardly notice them.
 
-        More steps in flight than the chats need keep a ring busy, but lengthen a chat's turn. None while a stage's
-        times are not known, and where no goal protects chats.
+        More steps in flight than the chats need keep a ring busy, but lengthen a chat's turn. One is left where turns
+        prove longer than forecast: each step costs the hosts more than its rows do. None while a stage's times are not
+        known, and where no goal protects chats.
         """
         if self._goal_s is None:
             return None
@@ -251,7 +254,10 @@ class Pacer:
             best = max(choices, key=lambda choice: choice.rows * choice.in_flight)
             passage = self.decode_passage(-(-chats // best.in_flight) + best.rows, context=context)
             self._batch = (load, best, passage.server_s if passage is not None else 0.0)
+            self._batch_alone = choices[0].rows
         rows, in_flight = self._batch[1]
+        if self._chat_turns.share < _ONE_STEP:
+            rows, in_flight = min(rows * in_flight, self._batch_alone), 1
         return BesideChats(max(1, int(rows * self._chat_turns.share)), in_flight)
 
     def _still_takes(self, choice: BesideChats, chosen_s: float, chats: int, context: int) -> bool:

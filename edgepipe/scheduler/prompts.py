@@ -92,15 +92,18 @@ class Prompts:
             self._suspected.append(sequence)
         return sequence
 
-    def share(self, budget: int, *, replays: bool) -> list[tuple[Sequence, int]]:
+    def share(self, budget: int, *, replays: bool, first_only: bool = False) -> list[tuple[Sequence, int]]:
         """Return the chunks of the next shared step: sequences with token counts, at most ``budget`` in total.
 
         ``replays``: choose the sequences whose next tokens are replayed, or the others. Sequences without blocks for
-        a next token wait.
+        a next token wait. ``first_only``: only those of the first priority, so that nothing makes their step longer.
         """
         prompts = [each for each in self._shared if each.replays == replays and each.next_tokens > 0]
         if budget < 1 or not prompts:
             return []
+        if first_only and len(prompts) > 1:
+            first = min([each.priority for each in prompts])
+            prompts = [each for each in prompts if each.priority == first]
         if len(prompts) == 1:
             return [(prompts[0], min(prompts[0].next_tokens, budget))]
         return _share(prompts, budget)

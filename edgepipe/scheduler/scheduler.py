@@ -49,6 +49,7 @@ _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as inter
 _FEW_TURNS = 2  # of so many steps ahead at most, the next ones are planned once none is left, of more once one is left
 _TURNS_WITHOUT_DRAFTS = 16  # after so many turns without drafts, steps are planned as if none came
 _TURNS_ALONE = 32  # without batches, one of so many turns of chats is measured: a forecast takes time
+_CHATS_RETURN_S = 10.0  # batches stay as small as beside a chat for so long after the last one: its reader may go on
 _DECODE = Phase.DECODE  # looked up for each token
 
 
@@ -77,6 +78,8 @@ class Scheduler:
         self._way: BatchWay | None = None
         self._turn = Turn.MIXED
         self._num_chats = 0  # sequences that have not ended and were submitted as interactive
+        self._now_s: float | None = None  # of the newest step that retired; None: turns are not measured
+        self._chats_until_s = 0.0  # until then a chat may come back
         self._drafting: Drafting | None = None
         self._chunk: Chunk | None = None  # newest choice of the pacer
         self._beside_chats: BesideChats | None = None  # newest choice of what batches may decode; None without a bound
@@ -294,6 +297,7 @@ class Scheduler:
         place = 0 if first else next((at for at, each in enumerate(self._in_flight) if each.step == step), None)
         if place is None:
             raise ValueError(f"step {step} is not in flight")
+        self._now_s = now_s
         record = self._in_flight[place]
         if record.num_sampling != len(ids):
             raise ValueError(f"step {step} samples in {record.num_sampling} rows, tokens of {len(ids)} came")
@@ -442,7 +446,7 @@ class Scheduler:
     @property
     def _batch_way(self) -> BatchWay | None:
         """How to fill the next step, if only batch sequences are in the ring, none of them suspected or replayed."""
-        if self._num_chats or self._prompts.any_suspected or self._tables.stale_to is not None:
+        if self._expected_chats or self._prompts.any_suspected or self._tables.stale_to is not None:
             return None
         return self._way
 
@@ -563,6 +567,7 @@ class Scheduler:
         chats, decodes = 0, self._num_decodes
         if self._chats_beside_batches:
             chats = sum([self._is_protected(each) and not each.is_batch for each in self._running.values()])
+            chats = chats or self._expected_chats - self._num_chats
             if (beside := self._beside_chats) is not None:
                 decodes = min(decodes, chats + beside.rows * beside.in_flight)
         return Waiting(
@@ -573,7 +578,7 @@ class Scheduler:
             decodes=decodes,
             context=self._mean_context,
             micro_batches=self._limits.micro_batches,
-            protected=self._num_decodes > 0 and any(self._is_protected(each) for each in self._running.values()),
+            protected=chats > 0 or (self._num_decodes > 0 and any(map(self._is_protected, self._running.values()))),
             chats=chats,
             batch=chats > 0 and self._only_batches_wait(first),
             begun=max(0, first.scheduled - first.cached_prompt_tokens) if first is not None else 0,
@@ -594,15 +599,22 @@ class Scheduler:
 
     @property
     def _chats_beside_batches(self) -> bool:
-        """Whether both have sequences that have not ended."""
-        return 0 < self._num_chats < len(self._sequences)
+        """Whether batches have sequences that have not ended, and chats, too, or one may come back soon."""
+        return self._num_chats < len(self._sequences) and self._expected_chats > 0
+
+    @property
+    def _expected_chats(self) -> int:
+        """Chats that have not ended; one if the last one has just left."""
+        if self._num_chats or self._now_s is None:
+            return self._num_chats
+        return int(self._now_s < self._chats_until_s)
 
     def _choose_beside_chats(self) -> BesideChats | None:
         """Return what batches may decode, so that chats hardly notice them; None without a bound."""
         if self._pacer is None:
             return None
         context, micro_batches = self._mean_context, self._limits.micro_batches
-        return self._pacer.beside_chats(self._num_chats, context=context, micro_batches=micro_batches)
+        return self._pacer.beside_chats(self._expected_chats, context=context, micro_batches=micro_batches)
 
     def _note_turn(self, pacer: Pacer, step: InFlight, now_s: float) -> None:
         """Tell the pacer how long a turn of a chat took, unless prompts of chats have lengthened it."""
@@ -733,8 +745,8 @@ class Scheduler:
     def _load(self) -> Load:
         running, ready = self._num_decodes, len(self._ready)
         if (beside := self._beside_chats) is not None:
-            running = min(running, self._num_chats + beside.rows * beside.in_flight)
-            ready = min(ready, self._num_chats + beside.rows)
+            running = min(running, self._expected_chats + beside.rows * beside.in_flight)
+            ready = min(ready, self._expected_chats + beside.rows)
         return Load(
             self._most_decode_steps(),
             tuple([0 if step.isolated else step.num_sampling for step in self._in_flight if step.after is None]),
@@ -860,7 +872,8 @@ class Scheduler:
         elif len(self._waiting) and (first := self._next_to_admit) is not None:
             self._preempt_for(first)
         most = self._most_chunk_tokens
-        for sequence, num_tokens in self._prompts.share(budget, replays=builder.replays):
+        first_only = self._beside_chats is not None
+        for sequence, num_tokens in self._prompts.share(budget, replays=builder.replays, first_only=first_only):
             if builder.may_begin(sequence):  # the oldest comes first and always fits
                 self._add_chunk(builder, sequence, min(num_tokens, most))
 
@@ -1056,6 +1069,8 @@ class Scheduler:
             self._head_does_not_fit = False
         del self._sequences[sequence.sequence]
         self._num_chats -= not sequence.is_batch
+        if not sequence.is_batch and self._now_s is not None:
+            self._chats_until_s = self._now_s + _CHATS_RETURN_S
         if sequence.is_batch and reason is not EndReason.CANCELLED:
             self.answer_lengths.note(Lengths(sequence.prompt_tokens, sequence.num_output))
         cached = sequence.cached_prompt_tokens

@@ -123,9 +123,11 @@ class World:
     disk_s: float = 0.0  # time of a copy between host memory and disk
     damage: float = 0.0  # probability that a stage cannot read a copy on disk
     breakage: float = 0.0  # probability that a stage has a problem with its disk after a work
+    step_s: float = 0.0  # time between two steps that retire; 0: turns are not measured
 
     def __post_init__(self) -> None:
         self.random = random.Random(0)
+        self.now_s = 0.0
         self.windows_seen: Counter[tuple[int, int]] = Counter()  # rows by their drafts, and by how many were right
         self._turns_ahead = 0  # steps planned ahead at most
         self.scheduler = self._new_scheduler()
@@ -284,7 +286,9 @@ class World:
         for sequence, row in zip(sampling, ids, strict=True):
             if sequence in self.ended:  # it ended before, and the step had been planned ahead
                 self._surplus[sequence] += row
-        self.note(self.scheduler.retire(step.step, ids, self._draft(step, ids)))
+        self.now_s += self.step_s
+        now_s = self.now_s if self.step_s else None
+        self.note(self.scheduler.retire(step.step, ids, self._draft(step, ids), now_s=now_s))
 
     def _draft(self, step: ScheduledStep, ids: list[list[int]]) -> list[Drafts]:
         """Drafts of each sampling row: the oracle's tokens, up to the first wrong one."""

@@ -13,7 +13,7 @@ from edgepipe.scheduler import Priority, ScheduledStep
 from edgepipe.scheduler.pacing import Pacer, RingTimes, Waiting
 from tests.support.worlds.scheduler import World, limits, spec
 
-MOST = 1.35  # turn of chats beside a batch, as a multiple of their turn alone
+MOST = 1.25  # turn of chats beside a batch, as a multiple of their turn alone
 
 
 def pacer(*, weights_s: float = 2e-2, token_s: float = 1e-3, stages: int = 2, goal_s: float | None = 0.1) -> Pacer:
@@ -113,6 +113,7 @@ def test_beside_chats_a_step_holds_few_rows_of_a_batch_and_all_end(token_s: floa
     micro_batches=st.integers(1, 4),
     stages=st.integers(1, 3),
     token_s=st.sampled_from([1e-4, 2e-2]),
+    step_s=st.sampled_from([0.0, 0.01, 3.0]),
     rounds=st.lists(
         st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50), st.sampled_from(Priority)), min_size=1, max_size=10),
         min_size=1,
@@ -125,9 +126,10 @@ def test_all_end_though_blocks_are_short(
     micro_batches: int,
     stages: int,
     token_s: float,
+    step_s: float,
     rounds: list[list[tuple[int, int, Priority]]],
 ) -> None:
-    world = World(limits(num_blocks=num_blocks, max_running=max_running, micro_batches=micro_batches))
+    world = World(limits(num_blocks=num_blocks, max_running=max_running, micro_batches=micro_batches), step_s=step_s)
     world.scheduler.set_pacer(pacer(token_s=token_s, stages=stages))
     number = 0
     for sequences in rounds:
@@ -169,3 +171,59 @@ def test_beside_chats_prompts_of_batches_ride_with_decodes() -> None:
     assert not [step for step in beside if min(step.num_tokens) > 1], "no step of prompts alone"
     world.run()
     world.check_outputs()
+
+
+def test_a_batch_stays_small_for_a_while_after_the_last_chat_and_then_grows() -> None:
+    world = World(limits(num_blocks=2000, max_running=64, micro_batches=2), step_s=0.4)
+    world.scheduler.set_pacer(pacer(token_s=2e-2))
+    world.submit(*[spec(each, 8, max_tokens=60, priority=Priority.BATCH) for each in range(1, 41)])
+    world.submit(spec(100, 8, max_tokens=20))
+    while 100 not in world.ended:
+        world.go(1)
+    left_s = world.now_s
+
+    def rows_until(now_s: float) -> int:
+        before = len(world.steps)
+        while world.now_s < now_s:
+            world.go(1)
+        return max(batch_rows(world, step) for step in world.steps[before:])
+
+    world.go(4)  # in flight when it left
+    assert rows_until(left_s + 9.5) <= 2
+    assert rows_until(left_s + 12) >= 16
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_a_step_with_a_chats_prompt_has_no_prompt_of_a_batch() -> None:
+    world = World(limits(num_blocks=4000, context_length=500, max_running=64, micro_batches=2), step_s=0.05)
+    world.scheduler.set_pacer(pacer(token_s=1e-4))
+    world.submit(*[spec(each, 400, max_tokens=4, priority=Priority.BATCH) for each in range(1, 30)])
+    world.go(3)
+    world.submit(spec(100, 40, max_tokens=4))
+    before = len(world.steps)
+    world.run()
+    chunks = [
+        {sequence for sequence, tokens in zip(step.sequences, step.num_tokens, strict=True) if tokens > 1}
+        for step in world.steps[before:]
+    ]
+    assert [chunk for chunk in chunks if 100 in chunk] == [{100}]
+    assert any(len(chunk - {100}) for chunk in chunks)
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_where_turns_prove_long_a_batch_decodes_in_one_step() -> None:
+    ring = pacer(token_s=1e-4, stages=2)
+    forecast = ring.beside_chats(1, context=100, micro_batches=2)
+    assert forecast is not None
+    assert forecast.in_flight == 2
+    for _ in range(4):
+        ring.note_turn(0.05, 1, beside=False, context=100, micro_batches=2)
+    for _ in range(8):
+        ring.note_turn(0.1, 1, beside=True, context=100, micro_batches=2)
+    measured = ring.beside_chats(1, context=100, micro_batches=2)
+    assert measured is not None
+    assert measured.in_flight == 1
+    assert 1 <= measured.rows < forecast.rows * forecast.in_flight
