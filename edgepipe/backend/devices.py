@@ -11,6 +11,9 @@ from typing import Any
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
+# Of a card's gigabytes (2^30 bytes each), CUDA reports 23.64 GiB of 24 (RTX 4090), 9.78 of 10 (RTX 3080), 31.37 of 32
+# (RTX 5090) and 7.75 of 8 (RTX 4060): the smallest share of these.
+_NVIDIA_BYTES_PER_GB = int(0.968 * (1 << 30))
 _DESKTOP_BYTES = 1_500_000_000  # part of a GPU's memory that windows, a browser and workspaces take
 # No GPU and no Mac has measured these constants. They follow from the compiled kernels and from counts of launches:
 # docs/architecture/planner.md#data-sheets. Where the arithmetic leaves a choice, they are the slower side.
@@ -156,7 +159,10 @@ def _gpus() -> dict[str, DeviceModel]:
         "h100": ("H100 80GB", 80, 3350, 989),
     }
     found = {
-        key: _gpu(f"NVIDIA {name}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops)
+        key: replace(
+            _gpu(f"NVIDIA {name}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops),
+            memory_bytes=int(memory * _NVIDIA_BYTES_PER_GB),
+        )
         for key, (name, memory, rate, flops) in table.items()
     }
     hopper_bytes_per_s = 1e9 * table["h100"][2] * _HOPPER_BANDWIDTH_EFFICIENCY

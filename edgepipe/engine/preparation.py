@@ -152,6 +152,7 @@ class Preparation:
             kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._settings.context_length,
             weights_node=self._hello.node_id,
             fresh=placement.node_id in self._fresh,
+            promised_tokens=self._settings.context_length if self._spec.must_keep_context else 0,
         )
         message = to_wire(request, node_pb2.PrepareRequest)
         message.hello.CopyFrom(hello_to_wire(self._hello))

@@ -27,6 +27,7 @@ class PrepareRequest:
     kv_tokens: int = 0  # requested; fewer if memory is short
     weights_node: str = ""  # id of a node with all tensors
     fresh: bool = False  # start a new process, even if the present one holds exactly this
+    promised_tokens: int = 0  # of ``kv_tokens``, those that the user was promised; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ class ServeSpec:
     template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none
     itl_goal: str = ""  # time that prompts may add to a decode's turn: "100ms" or "off"; empty: the default
     draft: str = ""  # what drafts tokens: see ``draft_way``, or a model's name; empty: the default, "auto"
+    must_keep_context: bool = False  # the user was promised the whole context
     num_replicas: int = 0  # independent pipelines of the model; 0: one
     replica: int = 0  # which of them this is, from 1 on; 0: the only one
     replica_pipelines: tuple[PipelineId, ...] = ()  # all of them

@@ -108,10 +108,15 @@ class DeviceMemory:
             raise PlanInvalid(
                 f"layers {beyond} are not all in the model", fact=f"it has layers 0-{config.num_layers - 1}"
             )
-        # In whole blocks, since a chat of all these tokens is promised.
-        tokens = slots_of_chat(request.kv_tokens, settings.kv, settings.block_size) - rest_tokens(settings.kv)
-        kv = kv_bytes(config, max(0, tokens), form=settings.kv or dtype, most_slots=settings.most_slots)
-        stage_kv = sum(kv[layer] for part in slices for layer in part.layers)
+
+        def stage_bytes(num_tokens: int) -> int:
+            """Return the KV of a chat of so many tokens, in whole blocks."""
+            tokens = slots_of_chat(num_tokens, settings.kv, settings.block_size) - rest_tokens(settings.kv)
+            kv = kv_bytes(config, max(0, tokens), form=settings.kv or dtype, most_slots=settings.most_slots)
+            return sum(kv[layer] for part in slices for layer in part.layers)
+
+        stage_kv = stage_bytes(request.kv_tokens)
+        promised = min(request.promised_tokens, request.kv_tokens)
         sizes = resident_sizes(config, weights, kind=self._packing_of(request), dtype=dtype)
         weight_bytes = sum(sizes.of_slice(part) for part in slices)
         in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in slices)
@@ -125,6 +130,7 @@ class DeviceMemory:
             kv_token_bytes=kv_token_bytes,
             kv_tokens=request.kv_tokens,
             tier_bytes=on_host,
+            promised_kv_bytes=(stage_bytes(promised) + promised) if promised else 0,  # rounded up for each token
         )
         if self._ram is not None:
             self._ram.reserve(

@@ -129,9 +129,19 @@ class MemoryLedger:
         return self._held
 
     def reserve(
-        self, holder: str, *, weight_bytes: int, kv_token_bytes: int, kv_tokens: int, tier_bytes: int = 0
+        self,
+        holder: str,
+        *,
+        weight_bytes: int,
+        kv_token_bytes: int,
+        kv_tokens: int,
+        tier_bytes: int = 0,
+        promised_kv_bytes: int = 0,
     ) -> Reservation:
         """Reserve memory for weights and ``kv_tokens`` of KV, or for fewer tokens if a fair share holds no more.
+
+        ``promised_kv_bytes``: KV of what the user was promised, which may take more than that share: a plan has found
+        room for it in all free memory, of which the headroom is no part.
 
         Replaces the reservation of ``holder``. Raises NoFeasiblePlacement with the missing bytes; then nothing changes.
         """
@@ -146,7 +156,7 @@ class MemoryLedger:
                 node=self._node,
             )
         share = _HOST_KV_FRACTION if self._on_host else _GPU_KV_FRACTION
-        most = max(int((free - fixed) * share), least - fixed)
+        most = max(int((free - fixed) * share), least - fixed, min(promised_kv_bytes, free - fixed))
         kv_bytes = min(kv_tokens * kv_token_bytes, most)
         held = Reservation(weight_bytes=weight_bytes, kv_bytes=kv_bytes, tier_bytes=tier_bytes)
         self._held[holder] = held

@@ -497,6 +497,7 @@ class Serving:
             or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
             moves=request.moves is Moves.AUTO,
             fixed=bool(request.plan),
+            must_keep_context=request.must_keep_context,
         )
 
     def _describe(self, spec: ServeSpec) -> str:

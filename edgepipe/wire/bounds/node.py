@@ -71,6 +71,7 @@ _BEATS: Tables = {
 _CALLS: Tables = {
     "PrepareRequest": {
         "kv_tokens": Within(0, 1 << 53),
+        "promised_tokens": Within(0, 1 << 53),
     },
     "PrepareProgress": {"bytes_done": BYTES, "bytes_total": BYTES},
     "Prepared": {

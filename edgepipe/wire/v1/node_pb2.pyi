@@ -493,6 +493,7 @@ class PrepareRequest(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHTS_NODE_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    PROMISED_TOKENS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
@@ -502,6 +503,8 @@ class PrepareRequest(_message.Message):
     """node id that surely has the tensors"""
     fresh: _builtins.bool
     """in a new process, even if the present one holds exactly this"""
+    promised_tokens: _builtins.int
+    """of kv_tokens, those that the user was promised; 0: none"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -523,10 +526,11 @@ class PrepareRequest(_message.Message):
         kv_tokens: _builtins.int = ...,
         weights_node: _builtins.str = ...,
         fresh: _builtins.bool = ...,
+        promised_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "placement", b"placement", "settings", b"settings", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "placement", b"placement", "promised_tokens", b"promised_tokens", "settings", b"settings", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -754,6 +758,7 @@ class ServeSpec(_message.Message):
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     ITL_GOAL_FIELD_NUMBER: _builtins.int
+    MUST_KEEP_CONTEXT_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     REPLICA_PIPELINES_FIELD_NUMBER: _builtins.int
@@ -788,6 +793,8 @@ class ServeSpec(_message.Message):
     """what drafts tokens: "lookup", "mtp", "off", or a model's name; empty: the default, "auto" """
     itl_goal: _builtins.str
     """time that prompts may add to a decode's turn, "100ms", or "off"; empty: the default"""
+    must_keep_context: _builtins.bool
+    """the user was promised the whole context"""
     num_replicas: _builtins.int
     """independent pipelines of the model; 0: one"""
     replica: _builtins.int
@@ -833,6 +840,7 @@ class ServeSpec(_message.Message):
         template_keywords: _builtins.str = ...,
         draft: _builtins.str = ...,
         itl_goal: _builtins.str = ...,
+        must_keep_context: _builtins.bool = ...,
         num_replicas: _builtins.int = ...,
         replica: _builtins.int = ...,
         replica_pipelines: _abc.Iterable[_builtins.str] | None = ...,
@@ -840,7 +848,7 @@ class ServeSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draft", b"draft", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "num_replicas", b"num_replicas", "on_request", b"on_request", "policy", b"policy", "replica", b"replica", "replica_pipelines", b"replica_pipelines", "replica_share", b"replica_share", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draft", b"draft", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "must_keep_context", b"must_keep_context", "names", b"names", "num_nodes", b"num_nodes", "num_replicas", b"num_replicas", "on_request", b"on_request", "policy", b"policy", "replica", b"replica", "replica_pipelines", b"replica_pipelines", "replica_share", b"replica_share", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

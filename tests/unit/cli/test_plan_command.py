@@ -79,7 +79,7 @@ def test_a_model_without_such_a_layer_is_refused(run: Run) -> None:
 
 
 def test_too_little_room_for_one_chat_is_said_with_what_helps(run: Run) -> None:
-    shown = run("plan", "llama-3.3-70b:q4_k_m", "--emulate", "2x rtx4090").out
+    shown = run("plan", "llama-3.3-70b:q4_k_m", "--emulate", "2x rtx4090 24GB").out
     assert "less than one chat of 4,096" in shown
     assert "tokens at most; --kv 8bit makes room for twice that" in shown
 
@@ -94,6 +94,14 @@ def test_a_longrope_model_says_which_rotary_factors_it_uses(
         make_console().print(part)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{factors} rotary factors: the context of {context or 256} tokens" in shown
+
+
+def test_one_card_holds_a_context_of_262144_tokens(run: Run) -> None:
+    flags = ("--emulate", "rtx4090", "--kv", "4bit", "--context", "262144", "--json")
+    planned = json.loads(run("plan", "qwen3.6-35b-a3b:q4_k_m", *flags).out)
+    assert planned["kv_tokens"] >= 262_144
+    (stage,) = planned["stages"]
+    assert stage["weight_bytes"] + stage["kv_bytes"] <= stage["free_bytes"]
 
 
 def test_wishes_are_kept(run: Run) -> None:
@@ -115,7 +123,7 @@ def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
 
 
 def test_force_is_advised_only_where_it_helps(run: Run) -> None:
-    flags = ("plan", "gemma-4-31b:q4_k_m", "--emulate", "rtx4090")
+    flags = ("plan", "gemma-4-31b:q4_k_m", "--emulate", "rtx4090 24GB")
     assert "--force" not in run(*flags, "--context", "200000").out
     short = run(*flags, "--context", "13000")
     assert (short.code, "--force" in short.out) == (6, True)
@@ -123,7 +131,7 @@ def test_force_is_advised_only_where_it_helps(run: Run) -> None:
 
 
 def test_a_machine_that_is_left_out_is_in_no_sum(run: Run) -> None:
-    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "4x rtx4090", "--exclude", "a,b")
+    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "4x rtx4090 24GB", "--exclude", "a,b")
     assert short.code == 6
     assert "free on a" not in short.out
     assert "96.3 GB" in short.out, "missing, as the error says"

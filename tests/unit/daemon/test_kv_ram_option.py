@@ -159,3 +159,21 @@ def test_a_disk_without_ram_above_it_is_refused() -> None:
     with pytest.raises(NoFeasiblePlacement, match="has no RAM") as refused:
         memory(CPU).reserve(prepare("auto", kv_disk=str(GB)), CONFIG, WEIGHTS)
     assert "--kv-ram" in refused.value.next_step
+
+
+@pytest.mark.parametrize("form", ["", "4bit"])
+def test_a_promised_context_takes_more_than_the_usual_share_of_what_is_free(form: str) -> None:
+    """Of what an RTX 4090 has beside the weights, KV takes nine tenths at most: a context of all of it would be cut."""
+    config, weights = named_model("qwen3.6-35b-a3b:q4_k_m")
+    whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    tokens = 262_144 if form else 70_000
+    request = replace(
+        prepare("1"),
+        placement=StagePlacement(node_id=NodeId("a"), slices=whole),
+        settings=StageSettings(kv=form, block_size=32, most_slots=4, context_length=tokens),
+        kv_tokens=tokens,
+    )
+    assert not memory(GPU).reserve(request, config, weights)
+    assert memory(GPU).reserve(replace(request, promised_tokens=tokens), config, weights)
+    more = replace(request, kv_tokens=2 * tokens, promised_tokens=tokens)
+    assert not memory(GPU).reserve(more, config, weights), "what is not promised gets no more"

@@ -110,7 +110,7 @@ def test_a_given_share_counts_where_the_device_is_too_small() -> None:
 @pytest.mark.parametrize("ram_gb", [10, 11, 20])
 def test_auto_finds_a_share_wherever_one_fits(ram_gb: int) -> None:
     fitting: list[int] = []
-    for percent in range(31, 37):
+    for percent in range(26, 33):
         with suppress(NoFeasiblePlacement):
             fitting += [percent] if chosen("rtx4090", f"{percent}%", ram=f"{ram_gb}GB") else []
     if fitting:
@@ -179,7 +179,7 @@ def test_a_placement_by_hand_gets_shares_where_they_are_needed() -> None:
 
 def test_the_plan_says_what_it_chose_and_why() -> None:
     words = experts_text(chosen("rtx4090", "auto"))
-    assert words == "34 % of the experts in RAM of a, 10.6 GB: 39.4 tok/s; without: does not fit by 10.0 GB"
+    assert words == "30 % of the experts in RAM of a, 9.4 GB: 42.5 tok/s; without: does not fit by 9.1 GB"
     assert experts_text(chosen("2x rtx4090", "auto")) == ""
 
 

@@ -67,20 +67,28 @@ LATENCY, THROUGHPUT = Objective.LATENCY, Objective.THROUGHPUT
 @pytest.mark.parametrize(
     ("model", "devices", "link", "objective", "layers", "kv_tokens", "tokens_per_s"),  # of a planner that knew no types
     [
-        ("qwen2.5-32b", "4x rtx4090, m4", "1gbit,0.3ms", LATENCY, "a:0-20,c:21-42,b:43-63", 5387, 12.717597392448743),
         (
-            *("qwen2.5-32b", "4x rtx4090, m4", "1gbit,0.3ms", THROUGHPUT),
+            "qwen2.5-32b",
+            "4x rtx4090 24GB, m4",
+            "1gbit,0.3ms",
+            LATENCY,
+            "a:0-20,c:21-42,b:43-63",
+            5387,
+            12.717597392448743,
+        ),
+        (
+            *("qwen2.5-32b", "4x rtx4090 24GB, m4", "1gbit,0.3ms", THROUGHPUT),
             *("a:0-15,c:16-32,d:33-48,b:49-63", 81474, 193.24577161719117),
         ),
         (
-            *("qwen2.5-32b", "m4max, 2x rtx4090", "2.5gbit,0.2ms", THROUGHPUT),
+            *("qwen2.5-32b", "m4max, 2x rtx4090 24GB", "2.5gbit,0.2ms", THROUGHPUT),
             *("a:0-29,c:30-47,b:48-63", 67087, 115.26778354282382),
         ),
-        ("llama-3.1-8b", "rtx3090, m2pro", "1gbit,1ms", THROUGHPUT, "b:0-1,a:2-31", 68055, 456.41723198836763),
-        ("qwen2.5-14b", "2x m1pro, rtx4090", "180mbit,5ms", LATENCY, "a:0-11,c:12-47", 7619, 11.58445151256035),
+        ("llama-3.1-8b", "rtx3090 24GB, m2pro", "1gbit,1ms", THROUGHPUT, "b:0-1,a:2-31", 68055, 456.41723198836763),
+        ("qwen2.5-14b", "2x m1pro, rtx4090 24GB", "180mbit,5ms", LATENCY, "a:0-11,c:12-47", 7619, 11.58445151256035),
         ("smollm2-1.7b", "m1, m2", "ideal", THROUGHPUT, "a:0-9,b:10-23", 86491, 175.2053281053346),
         (
-            *("llama-3.3-70b", "8x rtx4090", "10gbit,0.1ms", LATENCY),
+            *("llama-3.3-70b", "8x rtx4090 24GB", "10gbit,0.1ms", LATENCY),
             *("a:0-10,c:11-22,d:23-34,e:35-46,f:47-58,g:59-69,b:70-79", 34940, 6.010742743463506),
         ),
         (
@@ -187,7 +195,7 @@ def test_the_best_smaller_type_that_fits_is_named(name: str, devices: str, advic
 def test_kv_of_fewer_bits_is_named_where_it_helps() -> None:
     config, weights = named_model("llama-3.3-70b:q4_k_m")
     demand = Demand(config=config, weights=weights, must_keep_tokens=4096)
-    machines = cluster("llama-3.3-70b:q4_k_m", "2x rtx4090").machines
+    machines = cluster("llama-3.3-70b:q4_k_m", "2x rtx4090 24GB").machines
     short = shortage_of(demand, machines)
     assert ("--kv 8bit", True) in [(remedy.what, remedy.enough) for remedy in short.helps]
     assert not any("4bit" in remedy.what for remedy in short.helps), "8 bits are enough"
