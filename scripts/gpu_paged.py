@@ -22,7 +22,7 @@ from torch import Tensor
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.config import kernel_dir
-from edgepipe.spec.kv_forms import GRAPH_FORMS, vector_bytes
+from edgepipe.spec.kv_forms import KV_FORMS, vector_bytes
 
 CONTEXTS = (8_192, 32_768)  # keys
 _ROWS = (1, 16)
@@ -62,7 +62,7 @@ def paged_rows() -> Iterator[Row]:
     if isinstance(library, KernelsUnavailable):
         raise library
     for name, shape in SHAPES.items():
-        for kv in ("", *GRAPH_FORMS):
+        for kv in ("", *KV_FORMS):
             form = paged_form(shape.heads(device), kv)
             worst = worst_decode_error(library.paged(form), form, device)
             text = f"attention by own kernel, heads of {name}"
@@ -70,7 +70,7 @@ def paged_rows() -> Iterator[Row]:
     backend = TorchBackend(BackendOptions(device="cuda", threads=1))
     bandwidth = backend.profile().bandwidth_bytes_per_s
     backend.close()
-    cases = product(SHAPES.items(), CONTEXTS, _ROWS, ("", *GRAPH_FORMS))
+    cases = product(SHAPES.items(), CONTEXTS, _ROWS, ("", *KV_FORMS))
     for (name, shape), context, rows, kv in cases:
         if rows * context > _MOST_KEYS:
             continue

@@ -55,7 +55,7 @@ from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
-from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
+from edgepipe_torch.layers.packed_attention import SpanAttention
 from edgepipe_torch.layers.packed_kv import PackedKVStorage, Storage
 from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
 from edgepipe_torch.layers.rope import Rotations
@@ -469,7 +469,7 @@ class TorchBackend:
 
         def in_class(held: PreparedStep) -> ClassTensors:
             attention = steps.attention(held)
-            rests = attention.rests if isinstance(attention, PackedSequenceAttention) else None
+            rests = attention.rests if isinstance(attention, SpanAttention) else None
             return ClassTensors(upload(held.layout.slots), attention, rests)
 
         return StepTensors(

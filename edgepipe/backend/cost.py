@@ -18,7 +18,7 @@ from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.backend.types import Step
 from edgepipe.spec.expert_places import num_in_ram, split_kind, with_ram_percent
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
-from edgepipe.spec.kv_forms import GRAPH_FORMS, KV_FORMS, pages_fit
+from edgepipe.spec.kv_forms import KV_FORMS, pages_fit
 from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import multiplied_parameters, used_expert_parameters
 from edgepipe.weights.resident import WIDE, resident_sizes
@@ -41,10 +41,10 @@ _WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64}
 _TIMED_AS = {"mlx-blocks": "mlx"}
 
 
-def _codes_fit(config: ModelConfig) -> bool:
-    """Return whether CUDA's own kernels read KV as codes in every layer, which graphs need."""
+def _codes_fit(config: ModelConfig, kv: str) -> bool:
+    """Return whether CUDA's own kernels read KV of a form in every layer, which graphs need."""
     every = (spec.attention for spec in config.layers if spec.attention is not None)
-    return all(pages_fit(each.head_dim, each.latent_width or each.head_dim) for each in every)
+    return all(pages_fit(each.head_dim, each.latent_width or each.head_dim, kv) for each in every)
 
 
 class StepWork(NamedTuple):
@@ -138,7 +138,7 @@ class CostModel:
         )
         weights = replace(weights, draft=None)  # a draft model's process takes memory, and no time of a step
         self._kind, self._dtype = split_kind(kind)[0], dtype
-        self._has_graphs = kv not in KV_FORMS or (kv in GRAPH_FORMS and _codes_fit(config))
+        self._has_graphs = kv not in KV_FORMS or _codes_fit(config, kv)
         self._config = config
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)

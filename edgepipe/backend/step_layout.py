@@ -27,6 +27,7 @@ class RestSlots(NamedTuple):
     span: int  # tokens
     first: int  # position of the first of these tokens: a multiple of the span
     slots: Indices  # [length - first]
+    blocks: Indices  # the block table, as long as these slots need
 
     def start(self, position: int) -> int:
         """Return the first position of a position's span."""
@@ -188,7 +189,8 @@ def _row_layout(
     if span:
         first = row.position // span * span
         places = np.arange(first + REST_TOKENS, length + REST_TOKENS, dtype=dtype)
-        rests = RestSlots(span, first, table[places // block_size] * block_size + places % block_size)
+        slots = table[places // block_size] * block_size + places % block_size
+        rests = RestSlots(span, first, slots, table[: -(-(length + more) // block_size)])
     return RowLayout(
         first_row=first_row,
         num_tokens=row.num_tokens,

@@ -31,9 +31,6 @@ More than a span: a row with up to 16 rejected drafts leaves the lower bits of t
 KV_FORMS = (KV_8BIT, KV_4BIT)
 """All forms, the widest first."""
 
-GRAPH_FORMS = (KV_8BIT,)
-"""Forms that CUDA's own kernels write and read, so that a decode step is a graph."""
-
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_BYTES = 2  # of 8 bits
 _GROUP = 32
@@ -91,9 +88,13 @@ def slots_of_chat(num_tokens: int, form: str, block_size: int = SPAN_TOKENS) -> 
     return -(-(num_tokens + rest_tokens(form)) // block_size) * block_size
 
 
-def pages_fit(head_dim: int, out_dim: int) -> bool:
-    """Return whether CUDA's own kernel attends over pages with keys of so many values, and outputs of ``out_dim``."""
-    return head_dim % 32 == 0 and (out_dim == 64 or out_dim % 128 == 0)
+def pages_fit(head_dim: int, out_dim: int, form: str = "") -> bool:
+    """Return whether CUDA's own kernel attends over pages with keys of so many values, and outputs of ``out_dim``.
+
+    form  of ``KV_FORMS``; empty: a dtype
+    """
+    fits = head_dim % _GROUP == 0 and (out_dim == 64 or out_dim % 128 == 0)
+    return fits and (form != KV_4BIT or out_dim & (out_dim - 1) == 0)  # a lane's codes of a value lie in one group
 
 
 def vector_bytes(form: str, head_dim: int, value_width: int = 0) -> int:

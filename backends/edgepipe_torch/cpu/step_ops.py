@@ -75,6 +75,7 @@ class CompiledOps:
         pool: KVPool,
         heads: LayerHeads,
         norms: HeadNorms = NO_NORMS,
+        rests: StepRests | None = None,
     ) -> None:
         norm_parts(self, qkv, heads, norms)
         if rotations is None or not self.places(heads):
@@ -84,7 +85,12 @@ class CompiledOps:
                 return qkv
 
             self.kernels.compute(place)
-            return
+        else:
+            self._place(qkv, rotations, slots, pool, heads)
+        if rests is not None:
+            self.keep(heads, rests)
+
+    def _place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
         arrays: list[Tensor] = [*pool.arrays(heads.layer)]
         kernels = self._heads[heads.head_dim, 0]
         if isinstance(pool, PackedKVStorage):
@@ -94,15 +100,17 @@ class CompiledOps:
         self.kernels.run(kernels.rotate, (*places, *counts), (qkv, rotations, slots, *arrays))
 
     def keep(self, heads: LayerHeads, rests: StepRests) -> None:
+        """Write the lower bits of the tokens that were written last to a layer."""
         kernels = self._heads.get((heads.head_dim, heads.value_width))
         if kernels is None or kernels.keep is None:
 
             def keep() -> Tensor:
-                self._others.keep(heads, rests)
+                rests.keep(heads)
                 return rests.slots
 
             self.kernels.compute(keep)
             return
+        assert rests.tokens is not None
         codes, made = rests.pool.arrays(heads.layer).codes, rests.pool.rests(heads, len(rests.slots))
         arrays = codes, made, rests.tokens, rests.slots
         places = tuple(each.data_ptr() for each in arrays)

@@ -86,7 +86,7 @@ class CudaDevice(Device):
         self._kv = kv
         try:
             found = paging or find_paging(place, dtype, kv)
-            self._paging = with_codes(found, kv) if kv else found
+            self._paging = with_codes(found) if kv else found
         except KernelsUnavailable as exc:
             self._no_paging = exc
         self._step_kernels = step_kernels or own_step_kernels(place)

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
-from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
+from edgepipe.spec.kv_forms import REST_TOKENS
+from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernels, SingleRows, table_of
 from edgepipe_torch.cuda.paging import Graph, GraphRecorder, Paging
 from edgepipe_torch.layers.attention import SHORT_ROWS
 from edgepipe_torch.layers.decoder import Decoder
 from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
-from edgepipe_torch.layers.packed_kv import Storage
+from edgepipe_torch.layers.packed_attention import StepRests
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, Storage
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
 from edgepipe_torch.layers.states import StatePool, StepStates, single_slots
 from edgepipe_torch.layers.transfer import GraphTransfer
@@ -50,7 +52,7 @@ def can_replay(layout: StepLayout, *, head: bool) -> bool:
         return False
     if any(row.num_tokens > (SHORT_ROWS if row.state is None else 1) for row in layout.rows):
         return False
-    if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
+    if max(len(table_of(row)) for row in layout.rows) > _WIDTHS[-1]:
         return False
     return not head or np.array_equal(layout.logit_rows, np.arange(layout.num_tokens))
 
@@ -98,7 +100,7 @@ class DecodeGraphs:
         """
         layout = prepared.layout
         rows = next(size for size in ROWS if size >= layout.num_tokens)
-        pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
+        pages = next(size for size in _WIDTHS if size >= max(len(table_of(row)) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
             types = self._dtype, self._travels
@@ -172,16 +174,19 @@ class _Fields:
         # Whether surplus rows repeat the first row. A state that it writes must not be read beside it.
         self._repeats = decoder.has_experts and states is None
         self._spares = [(each, each * pool.block_size) for each in pool.num_blocks]  # block and slot of each class
+        self._spare_rest = min(REST_TOKENS, pool.block_size - 1)
         num_classes, num_kinds = len(pool.num_blocks), len(decoder.rotated_pairs)
         held: list[tuple[type[Any], tuple[int, ...]]] = [  # lengths, starts of keys, tables
             (np.int32, (rows,)),
             (np.int32, (rows + 1,)),
             (np.int32, (rows, pages)),
         ]
+        has_rests = isinstance(pool, PackedKVStorage) and pool.has_rests
         shapes: list[tuple[type[Any], tuple[int, ...]]] = [
             (np.int64, (rows,)),
             (np.int64, (2, rows)),  # slots of states: read and written
             *[(np.int64, (rows,))] * num_classes,
+            *[(np.int64, (rows,))] * (num_classes if has_rests else 0),  # slots of lower bits
             *[(np.complex64, (rows, 1, pairs)) for pairs in decoder.rotated_pairs],
             *held * num_classes,
         ]
@@ -193,8 +198,10 @@ class _Fields:
         self._ids, self._state_slots, *parts = (
             part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True)
         )
-        ends = num_classes, num_classes + num_kinds
-        self._slots, self._rotations, self._held = parts[: ends[0]], parts[ends[0] : ends[1]], parts[ends[1] :]
+        end = 2 * num_classes if has_rests else num_classes
+        ends = end, end + num_kinds
+        self._slots, self._rests = parts[:num_classes], parts[num_classes:end]
+        self._rotations, self._held = parts[end : ends[1]], parts[ends[1] :]
         ids, state_slots, *tensors = (
             self._device[int(at) : int(at) + size].view(_torch_type(kind)).view(shape)
             for at, size, (kind, shape) in zip(starts, sizes, shapes, strict=True)
@@ -209,7 +216,10 @@ class _Fields:
             singles = SingleRows(rows=row_starts[:rows], lengths=lengths, tables=tables)
             max_k = pages * pool.block_size
             attention = PagedAttention(kernels, pool, sequences, singles, max_q=1, max_k=max_k)
-            found.append(ClassTensors(tensors[number], attention))
+            rests = None
+            if isinstance(pool, PackedKVStorage) and pool.has_rests:
+                rests = StepRests(pool, None, tensors[num_classes + number])
+            found.append(ClassTensors(tensors[number], attention, rests))
         self._states = states
         self.step = StepTensors(
             classes=found,
@@ -233,8 +243,12 @@ class _Fields:
             tables[count:], slots[count:] = spare
             slots[:count], lengths[count:] = held.slots, 1
             for index, (length, row) in enumerate(_singles(held.rows)):
-                lengths[index] = length
-                tables[index, : len(row.blocks)] = row.blocks
+                lengths[index], blocks = length, table_of(row)
+                tables[index, : len(blocks)] = blocks
+            if self._rests:
+                self._rests[number][count:] = spare[1] + self._spare_rest
+                places = [row.rests.slots[-row.num_tokens :] for row in held.rows if row.rests is not None]
+                self._rests[number][:count] = np.concatenate(places)
             if self._repeats:
                 lengths[count:], tables[count:] = lengths[0], tables[0]
             np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from edgepipe.backend.types import KernelError
-from edgepipe.spec.kv_forms import GRAPH_FORMS
+from edgepipe.spec.kv_forms import KV_FORMS
 from edgepipe.spec.layer_spec import Recurrent
 from edgepipe.weights.made_up_packed import CHECKED_TYPES, checked_weight
 from edgepipe_torch.cuda.kernels.checked_library import CheckedLibrary
@@ -26,7 +26,7 @@ _ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64)  # each number of column tiles, full an
 _EXPERT_ROWS = (1, 9, 64)
 _FEATURES, _INPUTS = 1000, 2048  # many tiles, not all of them full
 _GATES = 512
-_KV = ("", *GRAPH_FORMS)
+_KV = ("", *KV_FORMS)
 _PAGED = tuple(
     PagedForm(head_dim=key, value_dim=value, head_tiles=1, kv=kv)
     for kv in _KV

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.backend.step_layout import RowLayout, StepLayout
+from edgepipe.backend.step_layout import Indices, RowLayout, StepLayout
 from edgepipe_torch.cuda.paging import AlsoReturn, PagedDecode, Paging
 from edgepipe_torch.layers.attention import SHORT_ROWS, CausalMasks, StepAttention
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.dot_attention import beside_sinks
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.packed_attention import by_sequence
-from edgepipe_torch.layers.packed_kv import Storage
+from edgepipe_torch.layers.packed_attention import SpanAttention, StepRests, by_sequence, rest_places
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, Storage
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.transfer import Transfer
 
@@ -95,11 +95,17 @@ class SingleRows:
         )
 
 
+def table_of(row: RowLayout) -> Indices:
+    """Return the blocks of a row that attention reads, those of its newest tokens' lower bits included."""
+    return row.blocks if row.rests is None else row.rests.blocks
+
+
 def _tables(rows: Sequence[RowLayout]) -> npt.NDArray[np.int32]:
     """Return the rows' block tables [N, P], as wide as the longest."""
-    tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), np.int32)
-    for table, row in zip(tables, rows, strict=True):
-        table[: len(row.blocks)] = row.blocks
+    found = [table_of(row) for row in rows]
+    tables = np.zeros((len(rows), max(map(len, found))), np.int32)
+    for table, blocks in zip(tables, found, strict=True):
+        table[: len(blocks)] = blocks
     return tables
 
 
@@ -186,7 +192,7 @@ class PagedAttention:
             out.copy_(attended * beside_sinks(total, heads.sinks.unsqueeze(1)).t().unsqueeze(-1))
 
 
-class MixedAttention:
+class MixedAttention(SpanAttention):
     """Attention over pages where kernels compute it, and of each sequence elsewhere.
 
     Own kernels compute single rows. So their layers attend to prompts sequence by sequence.
@@ -207,6 +213,13 @@ class MixedAttention:
         self._paged = PagedAttention.of(prepared.layout, pool, kernels=kernels, transfer=transfer)
         self._others = None if kernels.whole else by_sequence(prepared, pool, masks, dtype)
         self._long = by_sequence(_long_rows(prepared), pool, masks, dtype)
+        if isinstance(pool, PackedKVStorage) and pool.has_rests:
+            self.rests = StepRests(pool, *map(transfer.upload, rest_places(prepared.layout)))
+
+    def open(self, heads: LayerHeads) -> None:
+        alone = self._long if self._others is None or self._kernels.decode(heads) is not None else self._others
+        if isinstance(alone, SpanAttention):
+            alone.open(heads)
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """See StepAttention."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from edgepipe.spec.kv_forms import GRAPH_FORMS
 from edgepipe_torch.cuda.kernels.library import own_library
 from edgepipe_torch.cuda.kernels.paged_decode import paged_form
 from edgepipe_torch.cuda.transfer import CudaTransfer
@@ -173,14 +172,8 @@ def find_paging(device: torch.device, dtype: torch.dtype, kv: str = "") -> Pagin
     )
 
 
-def with_codes(paging: Paging, kv: str) -> Paging:
-    """Return the paging of a device whose KV has a form: own kernels read codes, torch's does not.
-
-    Raises KernelsUnavailable for forms that no kernel reads.
-    """
-    if kv not in GRAPH_FORMS:
-        known = ", ".join(GRAPH_FORMS)
-        raise KernelsUnavailable(f"own kernels read no KV in {kv}", remedy=f"serve the model with --kv {known}")
+def with_codes(paging: Paging) -> Paging:
+    """Return the paging of a device whose KV has a form: own kernels read codes, torch's does not."""
     return replace(paging, attend=None)
 
 

@@ -16,7 +16,7 @@ from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.linear import HeldWeight, Linear, Workspace
-from edgepipe_torch.layers.packed_attention import PackedSequenceAttention, StepRests
+from edgepipe_torch.layers.packed_attention import SpanAttention, StepRests
 from edgepipe_torch.layers.recurrent import Mixer
 from edgepipe_torch.layers.states import StatePool, StepStates
 from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, StepOps
@@ -69,11 +69,9 @@ class SliceStep:
         """
         queries = parts[:, : heads.num_heads]
         slots, attention, rests = self.tensors.classes[self.classes[heads.kind]]
-        if isinstance(attention, PackedSequenceAttention):
+        if isinstance(attention, SpanAttention):
             attention.open(heads)
-        self.ops.place(parts, rotations, slots, self.pool, heads, norms)
-        if rests is not None:
-            self.ops.keep(heads, rests)
+        self.ops.place(parts, rotations, slots, self.pool, heads, norms, rests)
         if temperature is not None:
             factors = self.tensors.rotations[temperature].real
             self.ops.compute(lambda: queries.mul_(factors))

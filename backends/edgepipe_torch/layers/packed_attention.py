@@ -40,15 +40,38 @@ _WIDENED_BYTES = 64 << 20  # limit of widened keys and values at once; heads tak
 class StepRests:
     """Where the lower bits of a step's tokens go, in the layers of one memory class."""
 
-    def __init__(self, pool: PackedKVStorage, tokens: Tensor, slots: Tensor) -> None:
-        """``tokens`` [K] of the step, int64, whose lower bits later steps may read; ``slots`` [K] of the pool."""
+    def __init__(self, pool: PackedKVStorage, tokens: Tensor | None, slots: Tensor) -> None:
+        """
+        tokens  [K] of the step, int64, whose lower bits later steps may read; None: all of a step in which nothing else
+                reads them
+        slots   [K] of the pool, int64
+        """
         self.pool = pool
         self.tokens = tokens
         self.slots = slots
 
+    def write(self, heads: LayerHeads, slots: Tensor, kv: Tensor) -> None:
+        """Write kv [T, entries, D] to slots [T] of a layer, and the lower bits."""
+        if self.tokens is None:
+            self.pool.write_whole(heads, slots, kv, self.slots)
+        else:
+            self.pool.write(heads.layer, slots, kv)
+            self.keep(heads)
+
     def keep(self, heads: LayerHeads) -> None:
         """Write the lower bits of the tokens that were written last to a layer."""
+        assert self.tokens is not None  # else ``write`` does
         self.pool.keep(heads, self.tokens, self.slots)
+
+
+class SpanAttention:
+    """Attention over KV that may have spans whose tokens are read with more bits."""
+
+    rests: StepRests | None = None  # of a form with spans
+
+    def open(self, heads: LayerHeads) -> None:
+        """Read the lower bits of earlier tokens, before a layer's codes are written."""
+        raise NotImplementedError
 
 
 def rest_places(layout: StepLayout) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -66,7 +89,7 @@ def rest_places(layout: StepLayout) -> tuple[npt.NDArray[np.int64], npt.NDArray[
     return np.concatenate(tokens), np.concatenate(slots)
 
 
-class PackedSequenceAttention:
+class PackedSequenceAttention(SpanAttention):
     """Attention of each sequence to its own codes. Any device."""
 
     def __init__(
@@ -89,7 +112,6 @@ class PackedSequenceAttention:
         self._dtype = dtype
         device = pool.device
         self._slots = [None if slots is None else torch.from_numpy(slots).to(device) for slots in prepared.scattered]
-        self.rests: StepRests | None = None  # of a form with spans
         self._begun: dict[int, Tensor] = {}  # by first row: slots of the lower bits in a span that it goes on with
         self._opened: dict[int, Tensor] = {}  # by first row: these lower bits, in the layer at hand
         rows = prepared.layout.rows
@@ -102,7 +124,6 @@ class PackedSequenceAttention:
                 self._begun[row.first_row] = torch.from_numpy(begun).to(device)
 
     def open(self, heads: LayerHeads) -> None:
-        """Read the lower bits of earlier tokens, before a layer's codes are written."""
         codes = self._pool.arrays(heads.layer).codes
         kernels = self._kernels_for(heads)
         self._opened = {

@@ -76,6 +76,15 @@ class PackedKVStorage:
         pool.codes.index_copy_(0, slots, made.codes)
         pool.scales.index_copy_(0, slots, made.scales)
 
+    def write_whole(self, heads: LayerHeads, slots: Tensor, kv: Tensor, rest_slots: Tensor) -> None:
+        """Write kv [T, entries, D] to slots [T] of a layer, and its lower bits to ``rest_slots`` [T] of the codes."""
+        pool, form = self._layers[heads.layer], self.form(heads)
+        assert isinstance(form, FourBits)
+        made, rests = form.encode_whole(kv)
+        pool.codes.index_copy_(0, slots, made.codes)
+        pool.scales.index_copy_(0, slots, made.scales)
+        pool.codes.index_copy_(0, rest_slots, rests)
+
     def rests(self, heads: LayerHeads, num_tokens: int) -> Tensor:
         """Return the lower bits [T, entries, D / 2] of the tokens that were written last to a layer of a kind."""
         found = self._rests.get(heads.kind)

@@ -69,16 +69,14 @@ class StepOps(Protocol):
         pool: KVPool,
         heads: LayerHeads,
         norms: HeadNorms = NO_NORMS,
+        rests: StepRests | None = None,
     ) -> None:
         """Normalise heads and rotate queries and keys; write keys and values to the pool's slots [T].
 
         qkv        [T, Hq + 2 Hkv, D]; its queries become what attention takes, its keys and values are undefined
         rotations  [T, 1, pairs] complex64, of the first pairs of each head; None: nothing rotates
+        rests      where lower bits go, in a pool whose newest tokens have more bits
         """
-        ...
-
-    def keep(self, heads: LayerHeads, rests: StepRests) -> None:
-        """Write the lower bits of the tokens that ``place`` wrote."""
         ...
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
@@ -108,14 +106,15 @@ class TorchOps:
         pool: KVPool,
         heads: LayerHeads,
         norms: HeadNorms = NO_NORMS,
+        rests: StepRests | None = None,
     ) -> None:
         norm_parts(self, qkv, heads, norms)
         if rotations is not None:
             rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
-        pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
-
-    def keep(self, heads: LayerHeads, rests: StepRests) -> None:
-        rests.keep(heads)
+        if rests is None:
+            pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
+        else:
+            rests.write(heads, slots, qkv[:, heads.num_heads :])
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         return work()

@@ -20,9 +20,11 @@ from edgepipe_torch.cuda.mixer_steps import StepKernels
 from edgepipe_torch.cuda.paging import PagedDecode
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.kv_codes import NO_SCALE, scale_values
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.kv_forms import rest_tokens
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder
 from tests.support.backends.steps import make_step, result_of, run_step, step_row
@@ -63,7 +65,9 @@ class Twins:
         self.page_tokens = page_tokens
         self._cuts = cuts
         # A last bit of bf16 may differ at each cut, and a code of KV in any layer.
-        self._rounding = 0.1 if kind is not ActivationType.FLOAT32 else 0.03 if kv else 1e-4
+        of_kv = {"": 1e-4, "8bit": 0.03, "4bit": 0.15}[kv]
+        self._rounding = 0.1 if kind is not ActivationType.FLOAT32 else of_kv
+        self.more_tokens = rest_tokens(kv)  # slots that a sequence needs behind its last token's
         self._recorders: list[CpuRecorder] = []
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1, kv=kv)
@@ -90,7 +94,7 @@ class Twins:
         for backend in (self.paged, self.plain):
             backend.allocate_kv(num_blocks=self.num_blocks, block_size=self.page_tokens, state_slots=self.state_slots)
             for pool in pools_of(backend):
-                pool.fill_(torch.nan)
+                pool.fill_(_unknown(pool))
             for states in states_of(backend):
                 states[: self.state_slots] = torch.nan
                 states[self.state_slots + 1 :] = torch.nan
@@ -99,7 +103,7 @@ class Twins:
         """Fill blocks with NaN."""
         for backend in (self.paged, self.plain):
             for pool in pools_of(backend):
-                pool.unflatten(1, (-1, self.page_tokens))[:, list(blocks)] = torch.nan
+                pool.unflatten(1, (-1, self.page_tokens))[:, list(blocks)] = _unknown(pool)
 
     def spoil_states(self, slots: Sequence[int]) -> None:
         """Fill slots with NaN."""
@@ -151,7 +155,7 @@ class Twins:
         """Whatever belongs to a sequence is the same in both pools, and nothing else was written."""
         end = self.num_blocks * self.page_tokens
         for paged, plain in zip(pools_of(self.paged), pools_of(self.plain), strict=True):
-            self._assert_close(paged[:, :end].float().numpy(), plain[:, :end].float().numpy())
+            self._assert_close(_numbers(paged[:, :end]), _numbers(plain[:, :end]))
         end = self.state_slots + 1  # with the slot of zeros
         for paged, plain in zip(states_of(self.paged), states_of(self.plain), strict=True):
             self._assert_close(paged[:end].numpy(), plain[:end].numpy())
@@ -206,12 +210,17 @@ class Crowd:
         self._advance({sequence: tokens if index == 0 else 1 for index, sequence in enumerate(chosen)})
 
     def fork(self) -> None:
-        """Start a sequence that shares another's full blocks and has a copy of its last one, and compute a token."""
+        """Start a sequence that shares another's full blocks and has a copy of its last one, and compute a token.
+
+        Without that copy if KV has spans: it has the lower bits of none.
+        """
         size = self._twins.page_tokens
         if not self._tables or len(self._free) < 2:
             return
         parent = self._random.choice(sorted(self._tables))
         length, table = self._lengths[parent], self._tables[parent]
+        if self._twins.more_tokens:
+            length -= length % size
         shared = table[: length // size]
         self._uses.update(shared)
         self._tables[self._next], self._lengths[self._next] = list(shared), length
@@ -271,7 +280,7 @@ class Crowd:
             self._free_slots.append(slot)
 
     def _missing(self, sequence: int, length: int) -> int:
-        return -(-length // self._twins.page_tokens) - len(self._tables.get(sequence, ()))
+        return -(-(length + self._twins.more_tokens) // self._twins.page_tokens) - len(self._tables.get(sequence, ()))
 
     def _take(self) -> int:
         block = self._free.pop(self._random.randrange(len(self._free)))
@@ -285,6 +294,16 @@ def pools_of(backend: TorchBackend) -> list[torch.Tensor]:
     for storage in backend._pools.values():
         found += storage.pools if isinstance(storage, KVStorage) else [pool.scales for pool in storage.pools]
     return found
+
+
+def _unknown(pool: torch.Tensor) -> float:
+    """Return what is read as NaN: of 4 bits a byte."""
+    return torch.nan if pool.is_floating_point() else NO_SCALE
+
+
+def _numbers(pool: torch.Tensor) -> np.ndarray:
+    """Return the numbers of a pool, or its scales."""
+    return (pool.float() if pool.is_floating_point() else scale_values(pool)).numpy()
 
 
 def states_of(backend: TorchBackend) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ import math
 import torch
 from edgepipe_torch.cuda.paging import PagedDecode
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.kv_codes import Codes
+from edgepipe_torch.layers.kv_codes import Codes, FourBits, WholeCodes
 from torch import Tensor
+
+from edgepipe.spec.kv_forms import REST_TOKENS, SPAN_TOKENS
 
 
 def reference_decode(_heads: LayerHeads) -> PagedDecode:
@@ -69,16 +71,20 @@ def _decode(
         pages = table[: math.ceil(length / keys.shape[1])]
         assert all(0 <= page < keys.shape[0] for page in pages), "a page outside the pool"
         first = max(0, length - window) if window else 0
+        form = FourBits(queries.shape[2], out.shape[2] % queries.shape[2]) if keys.dtype == torch.uint8 else None
         own_keys, own_values = (
-            _widened(part[pages], None if scales is None else scales[pages])
-            .flatten(0, 1)[first:length]
-            .repeat_interleave(group, 1)[..., :size]
+            (
+                _widened(part[pages], None if scales is None else scales[pages]).flatten(0, 1)[first:length]
+                if form is None or scales is None
+                else _four_bits(form, part, scales, table, length)[first:]
+            ).repeat_interleave(group, 1)[..., :size]
             for part, scales, size in (
                 (keys, key_scales, queries.shape[2]),
                 (values, value_scales, out.shape[2]),
             )
         )
-        logits = torch.einsum("hd,lhd->hl", queries[row].float() * scale, own_keys)
+        asked = queries[row].float() if form is None else form.turned(queries[row].float())
+        logits = torch.einsum("hd,lhd->hl", asked * scale, own_keys)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         high = logits.amax(1, keepdim=True)
@@ -86,11 +92,26 @@ def _decode(
         total = weights.sum(1, keepdim=True)
         if sinks is not None:
             total = total + torch.exp(sinks[:, None] - high)
-        out[row] = torch.einsum("hl,lhv->hv", weights / total, own_values)
+        found = torch.einsum("hl,lhv->hv", weights / total, own_values)
+        out[row] = found if form is None else form.turned(found)
 
 
 def _widened(numbers: Tensor, scales: Tensor | None) -> Tensor:
     return numbers.float() if scales is None else numbers.float() * scales.float().unsqueeze(-1)
+
+
+def _four_bits(form: FourBits, codes: Tensor, scales: Tensor, table: list[int], length: int) -> Tensor:
+    """Return the vectors [length, Hkv, D] of a row, turned: those of its span of codes with 8 bits."""
+    page = codes.shape[1]
+    span = math.gcd(SPAN_TOKENS, page)
+    begin = (length - 1) // span * span
+    assert len(table) * page >= length + REST_TOKENS, "a table without the lower bits"
+    assert all(0 <= each < codes.shape[0] for each in table[: math.ceil((length + REST_TOKENS) / page)])
+    own_codes, own_scales = (part[table].flatten(0, 1) for part in (codes, scales))
+    kept = Codes(own_codes[:length], own_scales[:length])
+    newest = WholeCodes(Codes(*(part[begin:] for part in kept)), own_codes[begin + REST_TOKENS : length + REST_TOKENS])
+    coarse = form.widen(Codes(*(part[:begin] for part in kept)), torch.float32)
+    return torch.cat([coarse, form.widen_whole(newest, torch.float32)])
 
 
 _LIBRARY = torch.library.Library("edgepipe_tests", "FRAGMENT")

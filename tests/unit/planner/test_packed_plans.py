@@ -377,10 +377,12 @@ def test_emulated_plans_and_simulations_take_the_form_of_the_kv() -> None:
 @pytest.mark.parametrize(
     ("device", "kv", "head_dim", "slower"),
     [
-        ("rtx4090", "4bit", 128, True),
+        ("rtx4090", "4bit", 128, False),
+        ("rtx4090", "4bit", 64, False),
+        ("rtx4090", "4bit", 96, True),  # of which own kernels read no codes
         ("rtx4090", "8bit", 128, False),
         ("rtx4090", "8bit", 64, False),
-        ("rtx4090", "8bit", 96, True),  # of which own kernels read no codes
+        ("rtx4090", "8bit", 96, True),
         ("m4max", "4bit", 128, False),
     ],
 )
@@ -401,7 +403,7 @@ def test_kv_that_no_kernel_reads_is_planned_without_graphs_on_cuda(
     assert not slower or seconds == pytest.approx(32 * 476e-6)
 
 
-def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_4_bits() -> None:
+def test_a_cuda_devices_profile_is_estimated_by_the_bytes_of_codes() -> None:
     config, weights = named_model("llama-3.1-8b:q4_k_m")
     work = decode_work(1, read_tokens=1000)
 
@@ -418,7 +420,7 @@ def test_a_cuda_devices_profile_is_estimated_without_graphs_for_kv_in_4_bits() -
         )
         return float(estimated_speed(profile, config, weights=weights, kv=kv).parts(work).layer_s.mean())
 
-    assert layer_s("cuda:0", "4bit") >= 476e-6 > layer_s("cuda:0", "") > layer_s("cuda:0", "8bit")
+    assert 476e-6 > layer_s("cuda:0", "") > layer_s("cuda:0", "8bit") > layer_s("cuda:0", "4bit")
     assert layer_s("mps", "4bit") <= layer_s("mps", "")
 
 

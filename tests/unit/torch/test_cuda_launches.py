@@ -44,9 +44,10 @@ def test_more_rows_launch_no_more(rows: int) -> None:
     assert launches_of_a_layer("Llama", rows=rows).total() == LAUNCHES["Llama", "Q4_K"]
 
 
+@pytest.mark.parametrize("kv", ["8bit", "4bit"])
 @pytest.mark.parametrize("layer", ["Llama", "Qwen3-30B-A3B"])
-def test_kv_in_8_bits_launches_no_more(layer: str) -> None:
-    found = launches_of_a_layer(layer, kv="8bit")
+def test_kv_as_codes_launches_no_more(layer: str, kv: str) -> None:
+    found = launches_of_a_layer(layer, kv=kv)
     assert found["place_heads"] == 1
     assert found.total() == LAUNCHES[layer, "Q4_K"], found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,7 +21,6 @@ from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # no
 from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
 from edgepipe_torch.layers.prepared import prepare_step  # noqa: E402
 from edgepipe_torch.layers.rope import Rotations  # noqa: E402
-from edgepipe_torch.layers.step_ops import TorchOps  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import TierMove  # noqa: E402
@@ -31,47 +28,17 @@ from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.spec.kv_forms import REST_TOKENS, span_tokens  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, step_row  # noqa: E402
+from tests.support.numerics.four_bits import (  # noqa: E402
+    Bytes,
+    group_and_block,
+    scales_of,
+    turned,
+    values_of,
+    whole_values_of,
+)
 
-Floats = npt.NDArray[np.float64]
-Bytes = npt.NDArray[np.uint8]
 CPU = torch.device("cpu")
 SIZES = ((8, 0), (16, 0), (64, 0), (80, 0), (96, 0), (128, 0), (256, 0), (72, 56), (36, 32), (576, 512))
-
-
-def group_and_block(head_dim: int, value_width: int) -> tuple[int, int]:
-    block = next(size for size in (512, 256, 128, 64, 32, 16, 8, 4) if head_dim % size == value_width % size == 0)
-    return min(block, 32), block
-
-
-def hadamard(size: int) -> Floats:
-    """The orthonormal matrix, by Sylvester's construction."""
-    two = np.array([[1.0, 1.0], [1.0, -1.0]])
-    return reduce(np.kron, [two] * (size.bit_length() - 1), np.ones((1, 1))) / np.sqrt(size)
-
-
-def turned(vectors: npt.ArrayLike, block: int) -> Floats:
-    wide = np.asarray(vectors, np.float64)
-    return (wide.reshape(*wide.shape[:-1], -1, block) @ hadamard(block)).reshape(wide.shape)
-
-
-def scales_of(stored: Bytes) -> Floats:
-    """Three bits behind the point, the others the exponent."""
-    whole = stored.astype(np.float64)
-    return np.where(stored == 255, np.nan, (1 + whole % 8 / 8) * 2.0 ** (whole // 8 - 20))
-
-
-def values_of(codes: Bytes, scales: Bytes, group: int) -> Floats:
-    """What bytes [..., D / 2] and [..., groups] say, rotated as they are stored."""
-    pairs = codes.reshape(*codes.shape[:-1], -1, group // 2)
-    levels = np.concatenate([pairs % 16, pairs // 16], -1) - 7.5
-    return (levels * scales_of(scales)[..., None]).reshape(*codes.shape[:-1], -1)
-
-
-def whole_values_of(codes: Bytes, scales: Bytes, rests: Bytes, group: int) -> Floats:
-    """What bytes say together with those of the lower bits: sixteenths of a scale."""
-    upper, lower = (each.reshape(*each.shape[:-1], -1, group // 2) for each in (codes, rests))
-    levels = np.concatenate([upper % 16 * 16.0 + lower % 16, upper // 16 * 16.0 + lower // 16], -1) - 127.5
-    return (levels / 16 * scales_of(scales)[..., None]).reshape(*codes.shape[:-1], -1)
 
 
 def numbers(made: Codes) -> tuple[Bytes, Bytes]:
@@ -208,7 +175,10 @@ class Reading:
         assert attention.rests is not None
         attention.open(self.shape)
         self.pool.write(0, self.slots[position : position + len(kv)], kv)
-        (self.ops or TorchOps(self.config)).keep(self.shape, attention.rests)
+        if self.ops is None:
+            attention.rests.keep(self.shape)
+        else:
+            self.ops.keep(self.shape, attention.rests)
         found = torch.zeros(len(kv), self.shape.num_heads, self.shape.out_dim)
         attention.run(self.shape, queries.clone(), found)
         return found

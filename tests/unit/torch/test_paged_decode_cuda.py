@@ -16,7 +16,12 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
 from edgepipe_torch.cuda.kernels.forms import PAGED_FILES, PAGED_FUNCTIONS, kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda.kernels.paged_checking import decode_error, random_heads, worst_decode_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_checking import (  # noqa: E402
+    decode_error,
+    parted,
+    random_heads,
+    worst_decode_error,
+)
 from edgepipe_torch.cuda.kernels.paged_decode import (  # noqa: E402
     TILE_KEYS,
     PagedDecode,
@@ -25,9 +30,11 @@ from edgepipe_torch.cuda.kernels.paged_decode import (  # noqa: E402
     part_count,
 )
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.kv_codes import NO_SCALE, Codes, FourBits  # noqa: E402
 
 from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
+from tests.support.numerics.four_bits import group_and_block, turned, values_of, whole_values_of  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,8 +50,9 @@ SMALL = PagedForm(head_dim=128, value_dim=128, head_tiles=1)
 NARROW = PagedForm(head_dim=64, value_dim=64, head_tiles=1)
 LATENT = PagedForm(head_dim=160, value_dim=128, head_tiles=2)
 WIDE = (GEMMA_4, DEEPSEEK, MINICPM, SMALL, NARROW, LATENT)
-FORMS = (*WIDE, *(replace(form, kv="8bit") for form in WIDE))
+FORMS = (*WIDE, *(replace(form, kv=kv) for kv in ("8bit", "4bit") for form in WIDE))
 CODES = replace(SMALL, kv="8bit")
+FOUR_BITS = replace(SMALL, kv="4bit")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 Modules = dict[PagedForm, HostModule]
@@ -69,12 +77,13 @@ class TestValues:
         """With one part, some, and as many as there may be."""
         assert worst_decode_error(kernel_of(modules, form, multiprocessors), form, CPU) <= 1
 
+    @pytest.mark.parametrize("kv", ["8bit", "4bit"])
     @pytest.mark.parametrize("form", [SMALL, NARROW, LATENT], ids=["small", "narrow", "latent"])
-    def test_the_check_of_codes_at_load_passes(self, form: PagedForm, modules: Modules) -> None:
-        form = replace(form, kv="8bit")
+    def test_the_check_of_codes_at_load_passes(self, form: PagedForm, kv: str, modules: Modules) -> None:
+        form = replace(form, kv=kv)
         assert worst_decode_error(kernel_of(modules, form, 20), form, CPU) <= 1
 
-    @pytest.mark.parametrize("kv", ["", "8bit"])
+    @pytest.mark.parametrize("kv", ["", "8bit", "4bit"])
     @pytest.mark.parametrize("form", [GEMMA_4, DEEPSEEK, MINICPM], ids=["Gemma 4", "DeepSeek", "MiniCPM"])
     def test_of_large_heads(self, form: PagedForm, kv: str, modules: Modules) -> None:
         form = replace(form, kv=kv)
@@ -84,7 +93,7 @@ class TestValues:
     @settings(max_examples=50, deadline=None)
     @given(
         form=st.sampled_from([SMALL, NARROW, LATENT]),
-        kv=st.sampled_from(["", "8bit"]),
+        kv=st.sampled_from(["", "8bit", "4bit"]),
         lengths=st.lists(st.one_of(st.integers(0, 300), st.sampled_from([64, 65, 128, 192])), min_size=1, max_size=4),
         group=st.integers(1, 40),
         kv_heads=st.integers(1, 3),
@@ -111,6 +120,67 @@ class TestValues:
         kernel = kernel_of(modules, replace(form, kv=kv), multiprocessors)
         described = random_heads(form, device=CPU, **heads)
         assert decode_error(kernel, described, lengths, page_tokens=page_tokens, device=CPU, seed=seed) <= 1
+
+    @pytest.mark.parametrize("entry", [1, 3])  # a key and a value of the second kv head
+    @pytest.mark.parametrize("token", [40, 65])  # read with 4 bits, and with 8
+    def test_a_group_of_four_bits_without_a_scale_is_no_number(self, token: int, entry: int, modules: Modules) -> None:
+        """It spoils the heads that read it, and no others."""
+        heads = random_heads(FOUR_BITS, device=CPU)
+        vectors = torch.randn(2, 64, 4, 128, generator=torch.Generator().manual_seed(1))
+        pool = FourBits(128).encode(vectors)
+        pool.scales.view(128, 4, 4)[token, entry, 2] = NO_SCALE
+        keys, values = (Codes(*parts) for parts in zip(*(part.split(2, dim=2) for part in pool), strict=True))
+        out = torch.zeros(1, heads.num_heads, 128, dtype=torch.bfloat16)
+        where = {"rows": torch.zeros(1, dtype=torch.int32), "lengths": torch.tensor([70], dtype=torch.int32)}
+        tables = torch.tensor([[0, 1]], dtype=torch.int32)
+        asked = torch.randn(1, heads.num_heads, 128).bfloat16()
+        kernel_of(modules, FOUR_BITS)(heads, asked, keys, values, out, tables=tables, **where)
+        group = heads.num_heads // 2
+        assert out[:, :group].isfinite().all()
+        assert out[:, group:].isnan().all()
+
+    @settings(max_examples=20, deadline=None)
+    @given(
+        form=st.sampled_from([SMALL, NARROW, LATENT]),
+        length=st.integers(1, 200),
+        group=st.integers(1, 20),
+        multiprocessors=st.sampled_from([1, 100]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_four_bits_are_read_as_the_bytes_say(
+        self, form: PagedForm, length: int, group: int, multiprocessors: int, seed: int, modules: Modules
+    ) -> None:
+        """In float64, by a reader of the bytes that the CPU's kernels are compared with, too."""
+        form = replace(form, kv="4bit")
+        heads = random_heads(form, device=CPU, group=group)
+        draw = np.random.default_rng(seed)
+        size, block = group_and_block(form.head_dim, form.value_width)
+        pages = 5
+        codes = draw.integers(0, 256, (pages, 64, heads.entries, form.head_dim // 2), np.uint8)
+        scales = draw.integers(150, 170, (pages, 64, heads.entries, form.head_dim // size), np.uint8)
+        table = draw.permutation(pages)
+        queries = torch.from_numpy(draw.standard_normal((1, heads.num_heads, form.head_dim), np.float32)).bfloat16()
+        placed = parted(Codes(torch.from_numpy(codes), torch.from_numpy(scales)), heads)
+        out = torch.zeros(1, heads.num_heads, heads.out_dim, dtype=torch.bfloat16)
+        where = {"rows": torch.zeros(1, dtype=torch.int32), "lengths": torch.tensor([length], dtype=torch.int32)}
+        tables = torch.from_numpy(table[None].astype(np.int32))
+        kernel_of(modules, form, multiprocessors)(heads, queries, *placed, out, tables=tables, **where)
+
+        own_codes, own_scales = (each[table].reshape(-1, *each.shape[2:]) for each in (codes, scales))
+        span = (length - 1) // 32 * 32
+        newest = own_codes[span:length], own_scales[span:length], own_codes[span + 48 : length + 48]
+        seen = np.concatenate([values_of(own_codes[:span], own_scales[:span], size), whole_values_of(*newest, size)])
+        first = 0 if heads.value_width else heads.num_kv_heads
+        keys = np.repeat(seen[:, : heads.num_kv_heads], group, axis=1)
+        values = np.repeat(turned(seen, block)[:, first:, : heads.out_dim], group, axis=1)
+        asked = torch.from_numpy(turned(queries.double().numpy()[0], block)).bfloat16().double().numpy()
+        logits = heads.scale * np.einsum("hd,lhd->hl", asked, keys)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        expected = np.einsum("hl,lhv->hv", weights, values)
+        spread = np.einsum("hl,lhv->hv", weights, np.abs(values))
+        allowed = 2.0**-7 * spread + 2.0**-20 * spread.max(axis=1, keepdims=True)
+        assert (np.abs(out[0].double().numpy() - expected) <= allowed).all()
 
     @pytest.mark.parametrize("sink", [-200.0, 200.0])
     def test_of_sinks_out_of_range(self, sink: float, modules: Modules) -> None:
@@ -250,6 +320,12 @@ class TestForms:
         with pytest.raises(KernelsUnavailable, match=reason):
             paged_form(heads)
 
+    def test_four_bits_need_values_of_which_a_lane_has_one_group(self) -> None:
+        heads = random_heads(PagedForm(head_dim=384, value_dim=384, head_tiles=1), device=CPU)
+        assert paged_form(heads, "8bit").value_dim == 384
+        with pytest.raises(KernelsUnavailable, match="64 or powers of two from 128 on, not 384 and 384"):
+            paged_form(heads, "4bit")
+
     @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 200))
     def test_every_form_fits_shared_memory(self, keys: int, values: int, group: int) -> None:
         like = PagedForm(head_dim=32 * keys, value_dim=128 * values, head_tiles=1)
@@ -299,8 +375,42 @@ CODE_MUTANTS = (
 )
 
 
+FOUR_BIT_MUTANTS = (
+    ("0x3F803F80u, 0xC1BCC1BCu", "0x3F803F80u, 0xC1B8C1B8u"),
+    ("lane & apart ? other - own[place]", "lane & apart ? own[place] - other"),
+    ("own[place + apart] = one - other;", "own[place + apart] = other - one;"),
+    ("n < bytes ? codes << 3 : codes >> 1", "n < bytes ? codes >> 1 : codes << 3"),
+    ("scaled_codes(codes >> 5, scales)", "scaled_codes(codes >> 9, scales)"),
+    ("number / 16 * 2 + (number % 4 >> 1)", "number / 16 + 2 * (number % 4 >> 1)"),
+    ("span < TILE_KEYS ? 2 : 1", "1"),
+    ("(own.high - 1) / SPAN * SPAN", "own.high / SPAN * SPAN"),
+    ("key >= span && at + key < own.high", "at + key < own.high"),
+    ("at + key + REST_KEYS;", "at + key + SPAN;"),
+    ("given.tables[row * given.table_width + place / given.page_tokens];", "page;"),
+    (
+        "is_rest == pass ? scale_pair(of_key[group], pass * SIXTEENTH) : 0",
+        "scale_pair(of_key[group], pass * SIXTEENTH)",
+    ),
+    ("of_key[group]", "of_key[0]"),
+    ("pass && span > own.low - at ? span", "span > own.low - at ? span"),
+    ("kv_head * (HEAD_DIM / GROUP) + code / 16", "kv_head * (HEAD_DIM / GROUP)"),
+    ("(scales[1] & 0xFFFF0000u)", "(scales[0] & 0xFFFF0000u)"),
+    ("pass * SIXTEENTH);\n                });", "0);\n                });"),
+    ("code / 16 * 32 + code % 16", "code % 16 * 2 + code / 16"),
+    ("        synchronise();\n        for (int head = warp;", "        for (int head = warp;"),
+    ("    synchronise();\n    if (threadIdx.x < 32) write_turned", "    if (threadIdx.x < 32) write_turned"),
+)
+
+
 @needs_compiler
-@pytest.mark.parametrize(("form", "mutants"), [(SMALL, MUTANTS), (CODES, CODE_MUTANTS)], ids=["bf16", "8bit"])
+@pytest.mark.parametrize(
+    ("form", "mutants"),
+    [
+        pytest.param(SMALL, MUTANTS, id="bf16"),
+        pytest.param(CODES, CODE_MUTANTS, id="8bit"),
+        pytest.param(FOUR_BITS, FOUR_BIT_MUTANTS, id="4bit", marks=pytest.mark.long),
+    ],
+)
 def test_the_check_at_load_refuses_broken_kernels(
     form: PagedForm, mutants: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
@@ -329,7 +439,10 @@ def _error(module: HostModule, form: PagedForm) -> float:
 
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [(80, GEMMA_4), (90, DEEPSEEK), (120, GLM), (80, CODES), (89, CODES), (90, CODES), (120, CODES)],
+    [
+        *((80, GEMMA_4), (90, DEEPSEEK), (120, GLM)),
+        *((architecture, form) for form in (CODES, FOUR_BITS) for architecture in (80, 89, 90, 120)),
+    ],
     ids=str,
 )
 def test_compile_without_a_gpu(architecture: int, form: PagedForm) -> None:

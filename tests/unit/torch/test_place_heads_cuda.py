@@ -16,12 +16,14 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch.cuda.kernels.forms import PLACE_FILES, kernel_source, options  # noqa: E402
 from edgepipe_torch.cuda.kernels.place_checking import CASES, PlacedCase, place_error, worst_place_error  # noqa: E402
-from edgepipe_torch.cuda.kernels.place_heads import PlaceHeads  # noqa: E402
+from edgepipe_torch.cuda.kernels.place_heads import FourBitHeads, PlaceHeads  # noqa: E402
 from edgepipe_torch.cuda.step_ops import CudaOps, make_ops  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import layer_heads  # noqa: E402
 from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
-from edgepipe_torch.layers.kv_codes import EightBits  # noqa: E402
+from edgepipe_torch.layers.kv_codes import Codes, EightBits, FourBits, WholeCodes  # noqa: E402
+from edgepipe_torch.layers.packed_attention import StepRests  # noqa: E402
+from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
 from edgepipe_torch.layers.step_ops import HeadNorms, TorchOps  # noqa: E402
 
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
@@ -45,14 +47,15 @@ def test_heads_round_once(case: PlacedCase, kernel: PlaceHeads) -> None:
     assert place_error(kernel, case, CPU) <= 1
 
 
-@pytest.mark.parametrize("kv", ["", "8bit"])
+@pytest.mark.parametrize("kv", ["", "8bit", "4bit"])
 def test_many_rows(kv: str, kernel: PlaceHeads) -> None:
     case = PlacedCase(rows=10, heads=7, kv_heads=1, dim=128, turned=64, normalised=(True, True, False))
     assert place_error(kernel, case, CPU, kv=kv) <= 1
 
 
-def test_the_check_of_codes_at_load_passes(kernel: PlaceHeads) -> None:
-    assert worst_place_error(kernel, CPU, kv="8bit") <= 1
+@pytest.mark.parametrize("kv", ["8bit", "4bit"])
+def test_the_check_of_codes_at_load_passes(kv: str, kernel: PlaceHeads) -> None:
+    assert worst_place_error(kernel, CPU, kv=kv) <= 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, 3e38])
@@ -79,6 +82,61 @@ def test_codes_are_those_of_torchs_operations(values: list[float], kernel: Place
     assert torch.equal(codes, expected.codes)
 
 
+def placed_four_bits(kernel: PlaceHeads, parts: torch.Tensor) -> WholeCodes:
+    """The codes of the keys and values [T, E, D] of parts [T, 1 + E, D], by the kernel."""
+    rows, count, dim = parts.shape
+    codes, scales = FourBits(dim).empty((2 * rows, count - 1), CPU)
+    rests = torch.zeros(rows, count - 1, dim // 2, dtype=torch.uint8)
+    four_bits = FourBitHeads(block=FourBits(dim).block, rests=rests, rest_slots=torch.arange(rows) + rows)
+    how: dict[str, Any] = {"num_heads": 1, "num_kv_heads": count - 2, "norms": HeadNorms(), "eps": 0.0}
+    kernel(parts, None, torch.arange(rows), codes, scales, **how, four_bits=four_bits)
+    assert torch.equal(codes[rows:], rests)
+    return WholeCodes(Codes(codes[:rows], scales[:rows]), rests)
+
+
+@settings(deadline=None)
+@given(
+    dim=st.sampled_from([32, 64, 96, 128, 160, 256, 576]),
+    exponents=st.lists(st.integers(-140, 100), min_size=3, max_size=3),
+    bad=st.sampled_from([0.0, 0.0, np.nan, -np.nan, np.inf, -np.inf, 3e38]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_four_bits_are_those_of_torchs_operations(
+    dim: int, exponents: list[int], bad: float, seed: int, kernel: PlaceHeads
+) -> None:
+    """Bit by bit: the smallest and the largest scales among them, and what has none."""
+    parts = torch.randn(2, 4, dim, generator=torch.Generator().manual_seed(seed))
+    parts[:, 1:] *= torch.tensor([2.0**each for each in exponents])[:, None]
+    parts[1, 2, seed % dim] += bad
+    parts = parts.bfloat16()
+    expected = FourBits(dim).encode_whole(parts[:, 1:].clone())
+    found = placed_four_bits(kernel, parts)
+    assert torch.equal(found.codes.scales, expected.codes.scales)
+    assert torch.equal(found.codes.codes, expected.codes.codes)
+    assert torch.equal(found.rests, expected.rests)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_layer_writes_what_torchs_operations_write(head_dim: int, in_graph: bool, kernel: PlaceHeads) -> None:
+    """Heads of 16 have smaller groups, which are torch's. A graph keeps lower bits in the pool alone."""
+    config = tiny_config(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    (heads,) = layer_heads([spec.attention for spec in config.layers if spec.attention is not None])
+    qkv = torch.randn(3, 8, head_dim, generator=torch.Generator().manual_seed(5)).bfloat16()
+    pools: list[PackedKVStorage] = []
+    for ops in (CudaOps(config, kernel), TorchOps(config)):
+        pool = PackedKVStorage([heads], classes=[0], num_blocks=[4], block_size=64, device=CPU, form="4bit")
+        tokens = None if in_graph else torch.tensor([0, 2])
+        slots = torch.tensor([48, 61, 255]) if in_graph else torch.tensor([48, 255])
+        ops.place(qkv.clone(), None, torch.tensor([0, 13, 200]), pool, heads, rests=StepRests(pool, tokens, slots))
+        pools.append(pool)
+    for found, expected in zip(pools[0].arrays(0), pools[1].arrays(0), strict=True):
+        assert torch.equal(found, expected)
+        assert found.any()
+    if not in_graph:
+        assert torch.equal(pools[0].rests(heads, 3), pools[1].rests(heads, 3))
+
+
 MUTANTS = (
     ("if (pair < turned)", "if (pair + 1 < turned)"),
     ("is_value ? 0 : given.turned", "given.turned"),
@@ -92,16 +150,40 @@ MUTANTS = (
 CODE_MUTANTS = (
     ("* given.scale_factor + given.least_scale", "+ given.least_scale"),
     ("apart < 32; apart *= 2", "apart < 16; apart *= 2"),
-    ("float_as_bits(found.second) & 0x7FFFFFFFu", "float_as_bits(found.first) & 0x7FFFFFFFu"),
+    ("float_as_bits(pair.second) & 0x7FFFFFFFu", "float_as_bits(pair.first) & 0x7FFFFFFFu"),
     ("static_cast<int>(rintf(found.second / scale))", "static_cast<int>(found.second / scale)"),
     ("(first & 0xFF) |", "first |"),
-    ("if (lane == 0) given.scales[vector] = bits;", "if (lane == 0) given.scales[row] = bits;"),
+    ("(given.scales)[vector] = bits;", "(given.scales)[row] = bits;"),
     ("static_cast<u16 *>(given.pool) + vector * pairs", "static_cast<u16 *>(given.pool) + row * pairs"),
 )
 
 
+FOUR_BIT_MUTANTS = (
+    ("is_second ? other - own : own + other", "own + other"),
+    ("found.first - found.second};", "found.second - found.first};"),
+    ("apart < 32 && 2 * apart < block", "apart < 32"),
+    ("64 * apart < block", "128 * apart < block"),
+    ("].second *= block_scale;", "].second *= 1.0f;"),
+    ("for (int apart = 1; apart < 16; apart *= 2) highest", "for (int apart = 1; apart < 32; apart *= 2) highest"),
+    ("+ (1u << 19)) >> 20)", ") >> 20)"),
+    ("value / scale + 8.0f", "value / scale + 7.5f"),
+    ("whole_code(found.second, scale, has_scale) << 8", "whole_code(found.first, scale, has_scale) << 8"),
+    ("other_lane_bits(mine, 8)", "other_lane_bits(mine, 4)"),
+    ("2 * round + lane / 16,", "2 * round,"),
+    ("(theirs & 0xF0F0)", "(theirs << 4 & 0xF0F0)"),
+    ("(theirs & 0x0F0F) |", "(theirs >> 4 & 0x0F0F) |"),
+    ("rests += (row * given.entries + entry) * bytes", "rests += row * given.entries * bytes"),
+    ("given.rest_slots[row]) * given.entries", "row) * given.entries"),
+    ("(given.scales) + vector * (given.dim / 32)", "(given.scales) + row * (given.dim / 32)"),
+)
+
+
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
-@pytest.mark.parametrize(("kv", "mutants"), [("", MUTANTS), ("8bit", CODE_MUTANTS)], ids=["bf16", "8bit"])
+@pytest.mark.parametrize(
+    ("kv", "mutants"),
+    [("", MUTANTS), ("8bit", CODE_MUTANTS), ("4bit", FOUR_BIT_MUTANTS)],
+    ids=["bf16", "8bit", "4bit"],
+)
 def test_the_check_at_load_refuses_broken_kernels(
     kv: str, mutants: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:

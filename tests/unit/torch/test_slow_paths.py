@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda.device import CudaDevice  # noqa: E402
 from edgepipe_torch.cuda.paging import Paging, find_paging  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import LayerHeads  # noqa: E402
@@ -20,7 +19,7 @@ from edgepipe.backend.types import BackendOptions, SlowPath  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
 from edgepipe.spec.layer_spec import Experts, Router  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.backends.torch_paging import CopyingTransfer, CudaOnHost, cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 
 PLAIN = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
 LARGE = replace(PLAIN, layers=tuple(spec.with_attention(num_heads=2, head_dim=264) for spec in PLAIN.layers))
@@ -76,24 +75,17 @@ def test_experts_that_wait_for_the_device_take_graphs_alone() -> None:
     assert found.what == "decode steps run without CUDA graphs"
 
 
-def test_kv_in_8_bits_has_both() -> None:
-    assert slow_paths(PLAIN, cpu_paging(page_tokens=4), kv="8bit") == []
+@pytest.mark.parametrize("kv", ["8bit", "4bit"])
+def test_kv_as_codes_has_both(kv: str) -> None:
+    assert slow_paths(PLAIN, cpu_paging(page_tokens=4), kv=kv) == []
 
 
-def test_kv_in_8_bits_without_own_kernels() -> None:
+@pytest.mark.parametrize("kv", ["8bit", "4bit"])
+def test_kv_as_codes_without_own_kernels(kv: str) -> None:
     """torch's kernel over pages would read heads of this size, but no codes."""
-    (found,) = slow_paths(PLAIN, cpu_paging(page_tokens=4, decode=refuse), kv="8bit")
+    (found,) = slow_paths(PLAIN, cpu_paging(page_tokens=4, decode=refuse), kv=kv)
     assert found.what == "attention runs sequence by sequence, and decode steps without CUDA graphs"
     assert (found.reason, found.remedy) == ("NVRTC was not found", "pip install it")
-
-
-def test_kv_in_4_bits_has_neither() -> None:
-    paging = cpu_paging(page_tokens=4)
-    device = CudaDevice(torch.device("cpu"), torch.bfloat16, kv="4bit", paging=paging, transfer=CopyingTransfer())
-    (found,) = device.slow_paths([], 4)
-    assert found.reason == "own kernels read no KV in 4bit"
-    assert found.remedy == "serve the model with --kv 8bit"
-    assert not device.pads_steps(4)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.spec.kv_forms import REST_TOKENS, SPAN_TOKENS, rest_tokens
 from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm
+from edgepipe_torch.cuda.kernels.place_checking import Values, rotated
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.kv_codes import Codes, codes_of
+from edgepipe_torch.layers.kv_codes import Codes, FourBits, codes_of
 
 _BF16_ROUNDING = 2.0**-8  # rounding of the result, and of each weight
+_FLOAT32_SUMS = 2.0**-20  # relative to the largest number
 
 
 def worst_decode_error(kernel: PagedDecode, form: PagedForm, device: torch.device) -> float:
@@ -58,7 +62,7 @@ def random_heads(
         num_heads=group * kv_heads,
         num_kv_heads=kv_heads,
         head_dim=form.head_dim,
-        value_width=0 if form.value_dim == form.head_dim else form.value_dim,
+        value_width=form.value_width,
         window=window,
         softcap=softcap,
         scale=steepness * form.head_dim**-0.5,
@@ -86,7 +90,8 @@ def decode_error(
     rows = rng.permutation(len(lengths) + 2)[: len(lengths)]  # places among the packed rows
     tables, pool = _random_pool(heads, lengths, page_tokens, rng, kv=kernel.form.kv)
     queries = _bf16(rng.standard_normal((len(lengths) + 2, heads.num_heads + 1, heads.head_dim), np.float32))
-    placed = Codes(*(part.to(device) for part in pool)) if isinstance(pool, Codes) else pool.to(device)
+    stored = pool.stored
+    placed = Codes(*(part.to(device) for part in stored)) if isinstance(stored, Codes) else stored.to(device)
     keys, values = parted(placed, heads)
     out = torch.full((len(lengths) + 2, heads.num_heads, heads.out_dim), 7.0, dtype=torch.bfloat16, device=device)
     kernel(
@@ -99,26 +104,32 @@ def decode_error(
         lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
         tables=torch.from_numpy(tables).to(device),
     )
-    found, worst = out.double().cpu().numpy(), 0.0
-    all_keys, all_values = (_exact(part) for part in parted(pool, heads))
+    found, worst, asked = out.double().cpu().numpy(), 0.0, _asked(queries, heads, kernel.form.kv)
     for row, length, table in zip(rows, lengths, tables, strict=True):
-        own = [part[table].reshape(-1, *part.shape[2:])[:length] for part in (all_keys, all_values)]
-        own[1] = own[1][..., : heads.out_dim]
-        expected, bound = _expected(heads, queries[row, :-1].double().numpy(), *own)
+        keys, values = _seen(pool, heads, table, length)
+        expected, bound = _expected(heads, asked[row, :-1], keys, values)
         error = np.abs(found[row] - expected) / bound
         worst = max(worst, float(np.max(np.where(np.isnan(error), np.inf, error))))
     untouched = np.delete(found, rows, axis=0)
     return worst if np.all(untouched == 7.0) else np.inf
 
 
+class _Pool(NamedTuple):
+    """Pages [pages, tokens, entries, D], and what they say in float64."""
+
+    stored: Tensor | Codes
+    said: Values
+    newest: Values  # what is said by those that a row reads with more bits; else the same
+
+
 def _random_pool(
     heads: LayerHeads, lengths: Sequence[int], page_tokens: int, rng: np.random.Generator, *, kv: str
-) -> tuple[npt.NDArray[np.int32], Tensor | Codes]:
-    """Return tables [R, P] and pages [pages, tokens, entries, D] bf16, of which some belong to no row.
+) -> tuple[npt.NDArray[np.int32], _Pool]:
+    """Return tables [R, P] and pages in bf16, of which some belong to no row.
 
     ``kv``: a form, of which they are the codes. Scales then differ from vector to vector.
     """
-    counts = [-(-length // page_tokens) for length in lengths]
+    counts = [-(-(length + rest_tokens(kv)) // page_tokens) for length in lengths]
     places = rng.permutation(sum(counts) + 2)
     tables = np.full((len(lengths), max(counts)), places[-1], np.int32)
     pool = np.full((len(places), page_tokens, heads.entries, heads.head_dim), np.nan, np.float32)
@@ -126,13 +137,52 @@ def _random_pool(
     for table, length, count in zip(tables, lengths, counts, strict=True):
         table[:count] = places[at : at + count]
         for index, page in enumerate(table[:count]):
-            size = min(page_tokens, length - index * page_tokens)
+            size = max(0, min(page_tokens, length - index * page_tokens))
             pool[page, :size] = rng.standard_normal((size, heads.entries, heads.head_dim), np.float32)
         at += count
     if not kv:
-        return tables, _bf16(pool)
+        said = _bf16(pool)
+        return tables, _Pool(said, said.double().numpy(), said.double().numpy())
     pool *= rng.uniform(0.25, 1.5, (*pool.shape[:3], 1)).astype(np.float32)
-    return tables, codes_of(kv, heads.head_dim, heads.value_width).encode(torch.from_numpy(pool))
+    form = codes_of(kv, heads.head_dim, heads.value_width)
+    if isinstance(form, FourBits):
+        return tables, _four_bits(form, torch.from_numpy(pool), tables, lengths)
+    codes = form.encode(torch.from_numpy(pool))
+    said = codes.codes.double().numpy() * codes.scales.double().numpy()[..., None]
+    return tables, _Pool(codes, said, said)
+
+
+def _four_bits(form: FourBits, vectors: Tensor, tables: npt.NDArray[np.int32], lengths: Sequence[int]) -> _Pool:
+    """Return codes of pages [pages, tokens, entries, D], with the lower bits of rows' newest spans in later slots."""
+    made = form.encode_whole(vectors)
+    said, newest = (
+        rotated(each.numpy(), form.block)
+        for each in (form.widen(made.codes, torch.float64), form.widen_whole(made, torch.float64))
+    )
+    codes, page_tokens = made.codes.codes.clone(), vectors.shape[1]
+    for table, length in zip(tables, lengths, strict=True):
+        places = np.arange(max(0, length - 1) // SPAN_TOKENS * SPAN_TOKENS, length)
+        rests = made.rests[table[places // page_tokens], places % page_tokens]
+        later = places + REST_TOKENS
+        codes[table[later // page_tokens], later % page_tokens] = rests
+    return _Pool(Codes(codes, made.codes.scales), said, newest)
+
+
+def _seen(pool: _Pool, heads: LayerHeads, table: npt.NDArray[np.int32], length: int) -> tuple[Values, Values]:
+    """Return the keys [length, Hkv, D] and values [length, Hkv, V] of a row."""
+    span = max(0, length - 1) // SPAN_TOKENS * SPAN_TOKENS
+    rows, newest = (part[table].reshape(-1, *part.shape[2:])[:length] for part in (pool.said, pool.newest))
+    rows = np.concatenate([rows[:span], newest[span:]])
+    first = 0 if heads.value_width else heads.num_kv_heads
+    return rows[:, : heads.num_kv_heads], rows[:, first:, : heads.out_dim]
+
+
+def _asked(queries: Tensor, heads: LayerHeads, kv: str) -> Values:
+    """Return queries as the kernel rounds them: with 4 bits, when they are rotated."""
+    form = codes_of(kv, heads.head_dim, heads.value_width) if kv else None
+    if not isinstance(form, FourBits):
+        return queries.double().numpy()
+    return rotated(form.turned(queries).double().numpy(), form.block)
 
 
 def parted(pages: Tensor | Codes, heads: LayerHeads) -> tuple[Tensor | Codes, Tensor | Codes]:
@@ -149,19 +199,12 @@ def parted(pages: Tensor | Codes, heads: LayerHeads) -> tuple[Tensor | Codes, Te
     return keys, values
 
 
-def _exact(part: Tensor | Codes) -> npt.NDArray[np.float64]:
-    """Return what keys or values are."""
-    if isinstance(part, Codes):
-        return part.codes.double().numpy() * part.scales.double().numpy()[..., None]
-    return part.double().numpy()
-
-
 def _expected(
     heads: LayerHeads,
-    queries: npt.NDArray[np.float64],
-    keys: npt.NDArray[np.float64],
-    values: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    queries: Values,
+    keys: Values,
+    values: Values,
+) -> tuple[Values, Values]:
     """Return a row's outputs [Hq, V] and their bound, for queries [Hq, D], keys [L, Hkv, D] and values [L, Hkv, V]."""
     if not len(keys):
         untouched = np.full((heads.num_heads, heads.out_dim), 7.0)
@@ -181,7 +224,8 @@ def _expected(
     weights /= total
     expected = np.einsum("hl,lhv->hv", weights, values)
     spread = np.einsum("hl,lhv->hv", weights, np.abs(values))
-    return expected, _BF16_ROUNDING * (np.abs(expected) + spread) + 1e-30
+    rotated_back = _FLOAT32_SUMS * spread.max(axis=1, keepdims=True)  # of 4 bits: sums of numbers that cancel
+    return expected, _BF16_ROUNDING * (np.abs(expected) + spread) + rotated_back + 1e-30
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> Tensor:

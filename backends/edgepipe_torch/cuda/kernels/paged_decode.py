@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgepipe.spec.kv_forms import KV_8BIT, pages_fit
+from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT, four_bits, pages_fit
 from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, Module
 from edgepipe_torch.cuda.kernels.products import WARPS
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
@@ -23,8 +23,8 @@ TILE_KEYS = 64
 _HEAD_TILES = (1, 2, 4)  # sizes in tiles of 16 heads of a block
 _MOST_PARTS = 256
 _ALIGNED_BYTES, _ALIGNED_NUMBERS = 16, 8  # alignment of one read, which takes 8 numbers of bf16
-_BITS = {"": 16, KV_8BIT: 8}  # of a number, by the form of KV
-_TYPES = {"": torch.bfloat16, KV_8BIT: torch.int8}
+_BITS = {"": 16, KV_8BIT: 8, KV_4BIT: 4}  # of a number, by the form of KV
+_TYPES = {"": torch.bfloat16, KV_8BIT: torch.int8, KV_4BIT: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,21 @@ class PagedForm:
     @property
     def macros(self) -> dict[str, str]:
         """Names and values to define."""
-        return {
+        macros = {
             "HEAD_DIM": str(self.head_dim),
             "VALUE_DIM": str(self.value_dim),
             "HEAD_TILES": str(self.head_tiles),
             "KV_BITS": str(_BITS[self.kv]),
         }
+        if self.kv == KV_4BIT:
+            block = four_bits(self.head_dim, self.value_width).block
+            macros |= {"BLOCK": str(block), "BLOCK_SCALE": f"{(block**-0.5).hex()}f"}
+        return macros
+
+    @property
+    def value_width(self) -> int:
+        """Leading numbers of a key that are its value; 0: values are apart."""
+        return 0 if self.value_dim == self.head_dim else self.value_dim
 
     @property
     def block_heads(self) -> int:
@@ -53,16 +62,26 @@ class PagedForm:
 
     @property
     def shared_bytes(self) -> int:
-        """A block's queries, its weights for a tile of keys, and one float of each warp for each head."""
+        """A block's queries, its weights for a tile of keys, and one float of each warp for each head.
+
+        With 4 bits, the results of 16 heads take their place.
+        """
         pitch = self.head_dim + 32 if self.head_dim % 64 == 0 else self.head_dim
-        return self.block_heads * (2 * pitch + 2 * (TILE_KEYS + 16) + 4 * WARPS)
+        results = 4 * 16 * (self.value_dim + 8) if self.kv == KV_4BIT else 0
+        return max(self.block_heads * (2 * pitch + 2 * (TILE_KEYS + 16) + 4 * WARPS), results)
+
+    @property
+    def merged_bytes(self) -> int:
+        """Shared memory of the second pass beside the parts' factors."""
+        return 4 * self.value_dim if self.kv == KV_4BIT else 0
 
 
 def paged_form(heads: LayerHeads, kv: str = "") -> PagedForm:
     """Return what to compile for a layer's heads. ``kv``: see ``PagedForm``. Raises KernelsUnavailable."""
-    if not pages_fit(heads.head_dim, heads.out_dim):
+    if not pages_fit(heads.head_dim, heads.out_dim, kv):
+        sizes = "powers of two from 128 on" if kv == KV_4BIT else "multiples of 128"
         raise KernelsUnavailable(
-            f"own kernels need keys with multiples of 32 numbers and values of 64 or multiples of 128,"
+            f"own kernels need keys with multiples of 32 numbers and values of 64 or {sizes},"
             f" not {heads.head_dim} and {heads.out_dim}"
         )
     forms = [
@@ -109,7 +128,8 @@ class PagedDecode:
         scales = _Scales()
         if key_scales is not None and value_scales is not None:
             stride = key_scales.stride(1)
-            assert value_scales.stride() == key_scales.stride() == (keys.shape[1] * stride, stride, 1)
+            of_head = (1,) if key_scales.dim() == 3 else (key_scales.shape[3], 1)
+            assert value_scales.stride() == key_scales.stride() == (keys.shape[1] * stride, stride, *of_head)
             scales = _Scales(keys=key_scales.data_ptr(), values=value_scales.data_ptr(), stride=stride)
         assert out.stride()[1:] == (heads.out_dim, 1)
         if not _reads_whole_pieces(queries):
@@ -154,7 +174,10 @@ class PagedDecode:
         )
         if parts > 1:
             self._module.launch(
-                "merge_parts", blocks=count * heads.num_heads, shared_bytes=4 * parts, arguments=(given,)
+                "merge_parts",
+                blocks=count * heads.num_heads,
+                shared_bytes=4 * parts + self.form.merged_bytes,
+                arguments=(given,),
             )
 
 
