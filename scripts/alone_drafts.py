@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from alone_models import model_rows
 from bench_foundation import HALVES, stored_demo
 from figures import Row, at_least, at_most
-from local_nodes import Answer, complete, complete_at, running_nodes
+from local_nodes import Answer, complete, complete_at, running_nodes, settle
 from parts import run_parts
 
 from edgepipe.cli.bench.cluster import emulated_cluster
@@ -100,6 +100,7 @@ async def _answers(pair: Pair, draft: str, *, chats: int = 1) -> list[Answer]:
     async with emulated_cluster(cluster) as admin:
         await serve_model(admin, run.serve)
         await complete_at(admin, [_PROMPT], max_tokens=30)
+        await asyncio.to_thread(settle)
         prompts = [[*_PROMPT, chat] for chat in range(chats)]
         return await complete_at(admin, prompts, max_tokens=_TOKENS)
 
@@ -175,6 +176,7 @@ def real_rows(full: bool) -> list[Row]:
             for draft in ("off", "lookup"):
                 nodes[0].edgepipe("serve", "demo", "--plan", HALVES, "--context", "2048", "--draft", draft)
                 complete(nodes[0], prompts[:1], max_tokens=16)
+                settle()
                 answers = [complete(nodes[0], [prompt], max_tokens=120)[0] for prompt in prompts]
                 rates[draft], ids[draft] = _rate(answers) / len(answers), [each.token_ids for each in answers]
                 nodes[0].edgepipe("stop", "demo")
