@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from edgepipe_torch.cuda.kernels import library, nvrtc  # noqa: E402
-from edgepipe_torch.cuda.kernels.driver import refusal  # noqa: E402
-from edgepipe_torch.cuda.kernels.nvrtc import Nvrtc, find_nvrtc  # noqa: E402
-from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.cuda.kernels import library, nvrtc
+from edgepipe_torch.cuda.kernels.driver import refusal
+from edgepipe_torch.cuda.kernels.nvrtc import Nvrtc, find_nvrtc
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 
 
 @pytest.fixture
