@@ -70,7 +70,7 @@ def library_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Lau
     monkeypatch.setattr(cuda, "find_nvrtc", lambda *_: Compiler())
 
     def make(launch: Launch) -> CudaLibrary:
-        monkeypatch.setattr(cuda, "CudaModule", lambda *_: FailingModule(launch))
+        monkeypatch.setattr(cuda, "CudaModule", lambda *_, compiler: FailingModule(launch))
         return CudaLibrary(CPU, tmp_path / "kernels")
 
     return make

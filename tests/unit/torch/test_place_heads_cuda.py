@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,6 +29,9 @@ from edgepipe_torch.layers.step_ops import HeadNorms, TorchOps  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.backends.host_kernels import COMPILER, PLACE, SOURCES, Part, compile_for_host  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CPU = torch.device("cpu")
 CONFIG = tiny_config(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -82,7 +85,7 @@ def test_codes_are_those_of_torchs_operations(values: list[float], kernel: Place
     assert torch.equal(codes, expected.codes)
 
 
-def placed_four_bits(kernel: PlaceHeads, parts: torch.Tensor) -> WholeCodes:
+def placed_four_bits(kernel: PlaceHeads, parts: Tensor) -> WholeCodes:
     """The codes of the keys and values [T, E, D] of parts [T, 1 + E, D], by the kernel."""
     rows, count, dim = parts.shape
     codes, scales = FourBits(dim).empty((2 * rows, count - 1), CPU)

@@ -32,15 +32,16 @@ class Module(Protocol):
 class CudaModule:
     """A cubin on one device. Memory of the module is freed with the process."""
 
-    def __init__(self, cubin: bytes, functions: Sequence[str], device: torch.device) -> None:
-        """Raises KernelsUnavailable."""
+    def __init__(self, cubin: bytes, functions: Sequence[str], device: torch.device, *, compiler: str) -> None:
+        """``compiler``: version of the NVRTC that made the cubin, such as 12.9. Raises KernelsUnavailable."""
         driver = _driver()
         self._device = device
         self._cubin = cubin
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes torch's context current
             module = ctypes.c_void_p()
-            _check(driver.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(cubin)))
+            if result := driver.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(cubin)):
+                raise refusal(_message(result), driver=_driver_version(), compiler=compiler)
             self._functions: dict[str, ctypes.c_void_p] = {}
             for name in functions:
                 found = self._functions[name] = ctypes.c_void_p()
@@ -70,6 +71,30 @@ def _driver() -> Any:
 def _check(result: int) -> None:
     if result:
         raise KernelsUnavailable(f"the driver refused the kernels: {_message(result)}")
+
+
+def refusal(message: str, *, driver: str, compiler: str) -> KernelsUnavailable:
+    """Return the reason why a driver did not load a cubin: it may be older than what made that.
+
+    driver    highest CUDA version that the driver knows
+    compiler  version of NVRTC
+    """
+    if _parts_of(driver) >= _parts_of(compiler):
+        return KernelsUnavailable(f"the driver refused the kernels: {message}")
+    return KernelsUnavailable(
+        f"the NVIDIA driver knows CUDA up to {driver}, and NVRTC {compiler} compiled the kernels: {message}",
+        remedy=f"update the NVIDIA driver, or install a torch for CUDA {driver} or older",
+    )
+
+
+def _parts_of(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _driver_version() -> str:
+    number = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(number)))
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _message(result: int) -> str:

@@ -81,7 +81,8 @@ class CudaModules:
 
     def load(self, files: tuple[str, ...], macros: Mapping[str, str], functions: Sequence[str]) -> CudaModule:
         """Load compiled sources. Raises KernelsUnavailable."""
-        return CudaModule(self._compiled.cubin(files, macros, self._architecture), functions, self._device)
+        cubin = self._compiled.cubin(files, macros, self._architecture)
+        return CudaModule(cubin, functions, self._device, compiler=self._compiled.compiler)
 
     def mark(self, files: tuple[str, ...], macros: Mapping[str, str], reason: str) -> None:
         """Keep later processes from kernels that stop the device."""
@@ -93,6 +94,7 @@ class CompiledKernels:
 
     def __init__(self, nvrtc: Nvrtc, folder: Path) -> None:
         self._nvrtc = nvrtc
+        self.compiler = nvrtc.version
         self._folder = folder
 
     def cubin(self, files: tuple[str, ...], macros: Mapping[str, str], architecture: int) -> bytes:

@@ -32,8 +32,12 @@ class Nvrtc:
         self.architectures = tuple(architectures)  # such as 90 for sm_90
 
     def compile(self, source: str, *, architecture: int, options: Sequence[str]) -> bytes:
-        """Return a cubin. Raises KernelsUnavailable with the compiler's log."""
-        if architecture not in self.architectures:
+        """Return a cubin: of an older minor architecture, which a newer one runs, too, if the compiler knows no newer.
+
+        Raises KernelsUnavailable with the compiler's log.
+        """
+        known = [each for each in self.architectures if each // 10 == architecture // 10 and each <= architecture]
+        if not known:
             raise KernelsUnavailable(f"NVRTC {self.version} does not compile for sm_{architecture}")
         library = self._library
         program = ctypes.c_void_p()
@@ -41,7 +45,7 @@ class Nvrtc:
             library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"packed.cu", 0, None, None),
         )
         try:
-            arguments = [f"--gpu-architecture=sm_{architecture}", "--std=c++17", *options]
+            arguments = [f"--gpu-architecture=sm_{max(known)}", "--std=c++17", *options]
             given = (ctypes.c_char_p * len(arguments))(*[argument.encode() for argument in arguments])
             if library.nvrtcCompileProgram(program, len(arguments), given):
                 raise KernelsUnavailable(f"NVRTC {self.version} refused the kernels: {self._log(program)}")

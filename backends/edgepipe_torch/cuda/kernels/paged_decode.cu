@@ -30,7 +30,8 @@
 
 // Pieces of a key and of a tile's values at once: as many as leave no register to memory (sm_80, 89, 90 and 120).
 #define KEY_UNROLL (KV_BITS == 4 ? 4 : HEAD_DIM / 32)
-#define VALUE_UNROLL ((KV_BITS == 4 ? HEAD_TILES == 4 && VALUE_DIM >= 512 : KV_BITS == 8 && HEAD_TILES > 1) ? 2 : 4)
+#define MANY_SUMS (VALUE_DIM == 128 * HEAD_TILES && HEAD_TILES > (KV_BITS == 4 ? 2 : 1))
+#define VALUE_UNROLL (KV_BITS < 16 && MANY_SUMS ? 2 : 4)
 
 #if KV_BITS == 16
 typedef u16 Kept;
