@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -27,6 +28,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
 _LOG_LINES = 25  # of each node, beside a failure
+
+
+def pytest_configure() -> None:
+    """Collect no garbage while tests are collected: that makes millions of objects, which stay."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, without a look at the objects of the collection; else each full one takes a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
