@@ -30,15 +30,18 @@ _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
 _LOG_LINES = 25  # of each node, beside a failure
 
 
-def pytest_configure() -> None:
-    """Collect no garbage while tests are collected: that makes millions of objects, which stay."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: that makes millions of objects, which stay.
+
+    Later collections leave these objects out.
+    """
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage again, without a look at the objects of the collection; else each full one takes a second."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
