@@ -142,3 +142,16 @@ def test_the_buffer_is_writable_and_its_own() -> None:
     assert whole is not None
     assert whole.flags.writeable
     assert whole.dtype == np.uint8
+
+
+def test_a_step_is_awaited_from_its_plan_or_its_first_bytes_until_it_is_whole() -> None:
+    assembler = Assembler(window=2)
+    assert not assembler.awaits(StepId(1))
+    assembler.expect(StepId(1), 20)
+    assert assembler.awaits(StepId(1))
+    assert not assembler.awaits(StepId(2))
+    assembler.add(StepId(1), 0, bytes(20))
+    assert not assembler.awaits(StepId(1))
+    assembler.add(StepId(2), 0, bytes(5))
+    assert assembler.awaits(StepId(2))
+    assert not assembler.awaits(StepId(1))

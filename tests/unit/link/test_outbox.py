@@ -91,3 +91,9 @@ def test_every_step_is_written_in_order_and_again_after_a_break(data: st.DataObj
             case _:
                 pass
     assert sorted(set(written)) == list(range(1, arrived + 1))
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_steps_begin_at_1(step: int) -> None:
+    with pytest.raises(LocalProtocolError, match="was to be sent after step 0"):
+        Outbox(max_queued=10).put(StepId(step), ROWS, 0.0)

@@ -172,3 +172,9 @@ def test_a_slot_that_an_older_step_reads_is_not_written_before() -> None:
     assert with_state(2, None, 7).may_pass(with_state(1, 3, 4))
     assert not with_state(2, None, 3).may_pass(with_state(1, 3, 4))
     assert not with_state(2, 4, 7).may_pass(with_state(1, 3, 4))
+
+
+@pytest.mark.parametrize("copy", [BlockCopy(8, 4), BlockCopy(4, 8)])
+def test_a_copy_passes_a_step_that_writes_the_block_behind_its_own(copy: BlockCopy) -> None:
+    older = uses_of(row(1, [5], position=0))
+    assert uses_of(row(2, [9], position=0), copies=(copy,)).may_pass(older)
