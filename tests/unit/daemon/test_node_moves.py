@@ -68,7 +68,7 @@ async def run(folder: Path, lives: Lives, found: list[list[Interface]], monkeypa
     try:
         async with asyncio.timeout(30):
             await node_module._run_until_stopped(  # pyright: ignore[reportPrivateUsage]
-                config, data_dir, cast("Any", None), None
+                config, data_dir, cast("Any", None), None, None
             )
     finally:
         data_dir.close()
