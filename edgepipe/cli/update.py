@@ -56,7 +56,7 @@ def update(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Update edgepipe as it was installed, or add to it with --extra; then restart the node."""
+    """Update edgepipe as it was installed, then restart the node."""
     from edgepipe.cli.installation import EXTRAS, extra_commands, find_installation, source_arguments, update_commands
     from edgepipe.cli.restarting import (
         restart,

@@ -28,6 +28,9 @@ REST_TOKENS = 48
 More than a span: a row with up to 16 rejected drafts leaves the lower bits of the span before it as they are.
 """
 
+LARGEST_BLOCK = 256
+"""Tokens of the largest block that a device prefers: a CUDA page. Plans do not know a device's blocks."""
+
 KV_FORMS = (KV_8BIT, KV_4BIT)
 """All forms, the widest first."""
 
@@ -81,7 +84,7 @@ def rest_tokens(form: str) -> int:
     return REST_TOKENS if form == KV_4BIT else 0
 
 
-def slots_of_chat(num_tokens: int, form: str, block_size: int = SPAN_TOKENS) -> int:
+def slots_of_chat(num_tokens: int, form: str, block_size: int = LARGEST_BLOCK) -> int:
     """Return the slots of one chat of ``num_tokens``; in whole blocks if its form needs some behind them."""
     if not num_tokens or not rest_tokens(form):
         return num_tokens

@@ -80,7 +80,8 @@ def _settle(control: int) -> None:
     for number in (0, 1, 2):
         os.dup2(nothing, number)
     close_descriptors(but=control)
-    sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of the program, or the current one
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of libraries' sleeping threads
     _show_as("nursery")
 

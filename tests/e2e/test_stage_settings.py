@@ -43,7 +43,7 @@ def texts(settings: StageSettings) -> dict[str, str]:
 async def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Nodes]:
     for name, value in install(tmp_path / "recorded").items():
         monkeypatch.setenv(name, value)
-    made = Nodes(folder=tmp_path, cluster=f"settings-{tmp_path.name}-{id(tmp_path)}")
+    made = Nodes(folder=tmp_path, cluster=f"settings-{tmp_path.name}-{id(tmp_path)}", forks=False)  # PYTHONPATH counts
     yield made
     await made.end()
 

@@ -14,6 +14,7 @@ import torch
 
 from edgepipe.backend.types import DeviceProfile, KernelError, SlowPath
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.kv_forms import LARGEST_BLOCK
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.weights.repacked import RepackedPlace
 from edgepipe.weights.stored_weight import Rows, StoredWeight
@@ -30,7 +31,7 @@ from edgepipe_torch.layers.states import StatePool
 from edgepipe_torch.layers.step_ops import StepOps
 from edgepipe_torch.layers.transfer import Transfer
 
-PAGE_TOKENS = 256  # tokens of a page in attention over pages
+PAGE_TOKENS = LARGEST_BLOCK  # of a page in attention over pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

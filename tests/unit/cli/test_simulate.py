@@ -74,7 +74,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run(*SMALL, "--plot", str(tmp_path / "out.png"))
     assert (result.code, result.out) == (2, "")
-    assert "edgepipe[plot]" in result.err
+    assert "edgepipe update --extra plot" in result.err
 
 
 def test_a_trace_is_read_from_a_file(run: Run, tmp_path: Path) -> None:

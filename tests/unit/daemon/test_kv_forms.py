@@ -72,7 +72,7 @@ def test_another_form_is_refused() -> None:
         serve_request("m", kv="2bit")
 
 
-@pytest.mark.parametrize(("form", "vector", "slots"), [("8bit", 64 + 2, 1000), ("4bit", 32 + 2, 1056)])
+@pytest.mark.parametrize(("form", "vector", "slots"), [("8bit", 64 + 2, 1000), ("4bit", 32 + 2, 1280)])
 def test_a_node_sets_aside_fewer_bytes_for_fewer_bits(form: str, vector: int, slots: int) -> None:
     """With 4 bits a chat of 1,000 tokens takes 48 slots more, in whole blocks."""
     reserved: list[int] = []

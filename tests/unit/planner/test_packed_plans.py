@@ -27,7 +27,7 @@ from edgepipe.planner.what_if import changed
 from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.spec.kv_forms import REST_TOKENS
+from edgepipe.spec.kv_forms import LARGEST_BLOCK, REST_TOKENS
 from edgepipe.spec.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
 from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.units import parse_link
@@ -432,9 +432,12 @@ def test_4_bits_promise_each_chat_its_tokens_beside_what_their_lower_bits_need(c
         config=config, weights=weights, objective=Objective.THROUGHPUT, concurrency=concurrency, context_tokens=4096
     )
     machine = known_cluster(["rtx4090"], config, link=parse_link("1gbit"), weights=weights, kv="4bit").machines[0]
-    token_bytes, blocks = config.kv_bytes_per_token(form="4bit"), -(-concurrency * (4096 + REST_TOKENS) // 32)
+    token_bytes, blocks = (
+        config.kv_bytes_per_token(form="4bit"),
+        -(-concurrency * (4096 + REST_TOKENS) // LARGEST_BLOCK),
+    )
     wanted = demand.kv_of(concurrency, machine.room.rest_tokens)
-    assert machine.room.kv_bytes(config, range(config.num_layers), wanted) == blocks * 32 * token_bytes
+    assert machine.room.kv_bytes(config, range(config.num_layers), wanted) == blocks * LARGEST_BLOCK * token_bytes
     assert demand.kv_levels(machine.room.rest_tokens)[0] == wanted
     assert demand.sequences(wanted, rest_tokens=REST_TOKENS) == demand.chats(wanted, REST_TOKENS) == concurrency
     assert demand.chats(wanted - 1, REST_TOKENS) == concurrency - 1

@@ -170,7 +170,7 @@ def test_4_bits_need_room_behind_a_sequence_s_tokens(windows: tuple[int | None, 
     plain, packed = memory_classes(config), memory_classes(config, "4bit")
     assert (plain.rest_tokens, packed.rest_tokens) == (0, REST_TOKENS)
     own, whole = kv_bytes(config, 1600, form="4bit"), windows.index(None)  # a layer that keeps the context
-    assert own[whole] == config.kv_bytes_per_token((whole,), form="4bit") * 1664, "52 blocks of 32"
+    assert own[whole] == config.kv_bytes_per_token((whole,), form="4bit") * 1792, "7 blocks of 256"
     pools = zip(
         *(each.pools(num_blocks=4096, block_size=16) for each in (plain, packed)),
         strict=True,
