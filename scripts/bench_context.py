@@ -11,7 +11,7 @@ Parts: ``fits``     ``plan`` with the contexts that users of one or two cards as
        ``quality``  what 8 and 4 bits of KV do to the demo model's predictions, over 1,024 tokens, or
                     4,096 with ``--full``; only if named
        ``facts``    which of ten facts in 1,024 tokens the demo model finds again with each form of KV, or in 4,096
-                    with ``--full``; only if named
+                    and 8,000 with ``--full``; only if named
        ``decode``   decode steps of the demo model behind 8,192 tokens, one thread of this CPU; only if named
        ``overhead`` tokens per second while nothing is pushed out, with and without host memory: emulated, no waiting
 
@@ -32,13 +32,14 @@ from typing import NamedTuple
 from bench_foundation import stored_demo
 from edgepipe_emulated import EmulatedBackend, emulated_model_config
 from figures import ROOT, Row, at_least, at_most, below
-from kv_quality import FACTS, FORMS, facts_found, qualities
+from kv_quality import FACTS, FORMS, facts_found, hybrid_qualities, qualities
 from kv_speed import decode_times
 from local_nodes import Node, complete, running_nodes
 from parts import Part, run_parts
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.store.quantise import REFERENCE_TEXT
+from edgepipe.store.store import StoredModel
 from tests.support.engine.lab import FakeGateway, engine_lab, submission
 
 BLOCK = 16  # tokens
@@ -49,6 +50,7 @@ DISK_TARGET = 0.2
 SECOND_TARGET, TURNS_TARGET, DEMO_TARGET, OVERHEAD_TARGET = 0.05, 2.5, 0.2, 0.99
 DEMO_TOKENS, DEMO_KV_TOKENS = 4_000, 4_600
 QUALITY_TOKENS, QUALITY_BARS = 4_096, {"8 bits": 1e-3, "4 bits": 2e-2}
+FACTS_TOKENS = 8_000  # nearly all that the demo model can read
 DECODE_TOKENS, DECODE_TARGETS = 8_192, {"8 bits": 2.5, "4 bits": 3.0}
 FITS = (
     ("qwen3.6-27b:q4_k_m", "rtx4090", ("--kv", "8bit", "--context", "131072", "--concurrency", "1")),
@@ -212,16 +214,21 @@ def quality_rows(full: bool) -> list[Row]:
     model = stored_demo()
     tokens = model.tokenizer().encode(REFERENCE_TEXT)[: QUALITY_TOKENS if full else QUALITY_TOKENS // 4]
     rows: list[Row] = []
-    for name, found in qualities(model, tokens).items():
-        what = f"KV of {name}, {len(tokens):,} tokens: KL divergence"
-        rows.append(below(what, found.kl, "nats", QUALITY_BARS[name]))
-        rows.append(Row("  the same most likely token", 100 * found.same_token, "%"))
+    for model_name, measured in (("", qualities(model, tokens)), ("hybrid, ", hybrid_qualities(len(tokens)))):
+        for name, found in measured.items():
+            what = f"{model_name}KV of {name}, {len(tokens):,} tokens: KL divergence"
+            rows.append(below(what, found.kl, "nats", QUALITY_BARS[name]))
+            rows.append(Row("  the same most likely token", 100 * found.same_token, "%"))
     return rows
 
 
 def facts_rows(full: bool) -> list[Row]:
     """Count the facts that each form of KV finds, of those that wide KV finds."""
-    model, count = stored_demo(), QUALITY_TOKENS if full else QUALITY_TOKENS // 4
+    counts = (QUALITY_TOKENS, FACTS_TOKENS) if full else (QUALITY_TOKENS // 4,)
+    return [row for count in counts for row in _facts_of(stored_demo(), count)]
+
+
+def _facts_of(model: StoredModel, count: int) -> list[Row]:
     wide = facts_found(model, "", count)
     rows = [Row(f"facts found with wide KV, {count:,} tokens, of {len(FACTS)}", len(wide), "facts")]
     for name, form in FORMS.items():
