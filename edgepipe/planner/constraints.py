@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgepipe.errors import PlanInvalid
+from edgepipe.planner.placement import room_named
 from edgepipe.planner.profiles import Machine
 
 
@@ -60,12 +61,5 @@ def _check_reachable(machines: Sequence[Machine], constraints: Constraints) -> N
 
 def machine_named(machines: Sequence[Machine], name: str) -> Machine:
     """Return the machine with a name or id. Raises PlanInvalid."""
-    found = [machine for machine in machines if name in (machine.name, machine.node_id)]
-    if len(found) != 1:
-        problem = "is the name of several nodes" if found else "is not a node that can compute"
-        raise PlanInvalid(
-            f"'{name}' {problem}",
-            fact=f"nodes: {', '.join(sorted(f'{machine.name} ({machine.node_id})' for machine in machines)) or 'none'}",
-            next_step="name the node by its id" if found else "see 'edgepipe status'",
-        )
-    return found[0]
+    room = room_named([machine.room for machine in machines], name)
+    return next(machine for machine in machines if machine.room is room)

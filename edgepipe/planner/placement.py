@@ -152,12 +152,17 @@ def _read_part(text: str, nodes: Sequence[NodeRoom]) -> tuple[NodeRoom, LayerRan
             fact="a part is NODE:FIRST-LAST",
             next_step='write it like "a:0-14,b:15-29"',
         )
-    found = [node for node in nodes if match["node"] in (node.name, node.node_id)]
+    return room_named(nodes, match["node"]), LayerRange(int(match["first"]), int(match["last"]) + 1)
+
+
+def room_named(nodes: Sequence[NodeRoom], name: str) -> NodeRoom:
+    """Return the node with a name or id. Raises PlanInvalid."""
+    found = [node for node in nodes if name in (node.name, node.node_id)]
     if len(found) != 1:
         problem = "is the name of several nodes" if found else "is not a node that can compute"
         raise PlanInvalid(
-            f"'{match['node']}' {problem}",
+            f"'{name}' {problem}",
             fact=f"nodes: {', '.join(sorted(f'{node.name} ({node.node_id})' for node in nodes)) or 'none'}",
             next_step="name the node by its id" if found else "see 'edgepipe status'",
         )
-    return found[0], LayerRange(int(match["first"]), int(match["last"]) + 1)
+    return found[0]
