@@ -71,6 +71,12 @@ class WarmChild:
         for process in self._processes:
             await process.end()
 
+    async def close(self) -> None:
+        """Kill the processes for good: later requests, and those that wait, raise ChildEnded."""
+        for process in self._processes:
+            process.closed = True
+        await self.end()
+
 
 class _ChildProcess:
     """One process of a ``WarmChild``."""
@@ -80,6 +86,7 @@ class _ChildProcess:
         self._start_s = start_s
         self._using = asyncio.Lock()  # the process: for one request, or to start or end it
         self._child: Process | None = None
+        self.closed = False
 
     async def start(self) -> None:
         """See ``WarmChild.start``."""
@@ -110,6 +117,8 @@ class _ChildProcess:
         if self._child is not None and self._child.returncode is None:
             return self._child
         await self._end()
+        if self.closed:
+            raise ChildEnded(None, started=False)
         command = (sys.executable, "-P", "-m", self._module)
         self._child = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_READ_BYTES
@@ -133,18 +142,20 @@ class _ChildProcess:
         child, self._child = self._child, None
         if child is None:
             return None
-        if ended:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._start_s):
-                    await child.wait()
-        if child.returncode is None:
-            try:
-                child.kill()
-            except ProcessLookupError:
-                pass
-        code = await child.wait()
-        cast("Any", child)._transport.close()  # frees the pipes now; asyncio offers no public way
-        return code
+        try:
+            if ended:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._start_s):
+                        await child.wait()
+            if child.returncode is None:
+                try:
+                    child.kill()
+                except ProcessLookupError:
+                    pass
+            return await child.wait()
+        finally:
+            # Kills it if that has not happened yet, and frees the pipes now: asyncio offers no public way.
+            cast("Any", child)._transport.close()
 
 
 async def _exchange(child: Process, parts: tuple[bytes, ...], most_bytes: int) -> bytes:

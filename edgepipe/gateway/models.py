@@ -137,6 +137,7 @@ class ModelEntry:
         self._assets: Assets | None = None
         self._facts: ModelFacts | None = None
         self._loading = asyncio.Lock()
+        self._closed = False
 
     @property
     def served(self) -> RoutedModel:
@@ -193,6 +194,8 @@ class ModelEntry:
         async with self._loading:
             if self._assets is None:
                 self._assets = await asyncio.to_thread(self._load, Path(self.served.model_path))
+                if self._closed:  # the request is older than the end of its model
+                    await self._assets.close()
             return self._assets
 
     async def facts(self) -> ModelFacts:
@@ -202,11 +205,11 @@ class ModelEntry:
         return self._facts
 
     async def close(self) -> None:
-        """Free the assets."""
+        """End the child processes of the assets. Calls of the assets that need one fail from now on."""
+        self._closed = True
         async with self._loading:
             if self._assets is not None:
                 await self._assets.close()
-                self._assets = None
 
 
 def _together(pipelines: Sequence[_Pipeline]) -> RoutedModel:

@@ -108,6 +108,7 @@ class Gateway:
         self._entries: dict[PipelineId, ModelEntry] = {}  # replicas of a model share one
         self._runners: dict[PipelineId, asyncio.Task[None]] = {}
         self._movers: dict[ModelEntry, asyncio.Task[None]] = {}  # move requests between replicas
+        self._closing: set[ModelEntry] = set()
         self._away: dict[PipelineId, asyncio.Task[None]] = {}  # removes pipelines without an engine
         self._newest = ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
@@ -205,9 +206,9 @@ class Gateway:
                     self._changed.clear()
                     self._reconcile(tasks)
         finally:
-            await self._bodies.child.end()
-            await self._grammar_trial.child.end()
-            for entry in self._movers:
+            await self._bodies.child.close()
+            await self._grammar_trial.child.close()
+            for entry in (*self._movers, *self._closing):
                 await entry.close()
 
     async def serve(self, *sockets: socket.socket) -> None:
@@ -339,7 +340,12 @@ class Gateway:
             expiry.cancel()
         if not entry.link.links:
             self._movers.pop(entry).cancel()
-            tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
+            self._closing.add(entry)
+            tasks.create_task(self._close(entry), name=f"close:{entry.served.name}")
+
+    async def _close(self, entry: ModelEntry) -> None:
+        await entry.close()
+        self._closing.discard(entry)
 
 
 def _are_replicas(served: RoutedModel, other: RoutedModel) -> bool:

@@ -47,4 +47,4 @@ class StageTrial:
 
     async def close(self) -> None:
         """End the child process."""
-        await self._child.end()
+        await self._child.close()

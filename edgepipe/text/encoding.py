@@ -47,4 +47,4 @@ class LongTextEncoder:
 
     async def close(self) -> None:
         """End the child."""
-        await self._child.end()
+        await self._child.close()

@@ -182,8 +182,8 @@ class TemplateRenderer:
         raise _failed(str(answer.get("detail", "")), str(answer.get("error", "")))
 
     async def close(self) -> None:
-        """End the child. The renderer may be used again afterwards."""
-        await self._child.end()
+        """End the child: later calls raise TemplateFailed."""
+        await self._child.close()
 
     async def __aenter__(self) -> TemplateRenderer:
         return self

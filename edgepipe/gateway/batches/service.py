@@ -248,7 +248,7 @@ class BatchService:
                             self._begin(batch, store, tasks)
                     await self._changed.wait()
         finally:
-            await self._checker.end()
+            await self._checker.close()
             store.close()
 
     async def _load(self, store: OpenStore) -> None:

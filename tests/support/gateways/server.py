@@ -109,9 +109,9 @@ async def serving(
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
             yield Served(http=http, engine=engine, gateway=gateway, address=address, server=server, answering=tasks[1])
     finally:
-        for task in tasks:
+        for task in reversed(tasks):  # the gateway must run until it has ceased to answer
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
         await server.stop(None)
 
 

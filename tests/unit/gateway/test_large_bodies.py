@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,25 @@ async def test_a_reader_that_ends_is_told_and_replaced() -> None:
 async def test_a_child_that_does_not_start_says_so() -> None:
     with pytest.raises(ChildEnded) as caught:
         await WarmChild("edgepipe.no_such_module", start_s=20).start()
+    assert not caught.value.started
+
+
+async def test_a_closed_child_starts_no_more_and_refuses_requests_that_wait() -> None:
+    child = WarmChild("edgepipe.gateway.body_child", start_s=20)
+    question = b'{"kind": "%s", "context": 0}\n{"prompt": "x"}' % kind_name(CompletionBody).encode()
+
+    async def ask() -> bytes:
+        return await child.ask(question, within_s=20, most_bytes=2000)
+
+    assert (await ask())[:1] == GOOD
+    waiting = [asyncio.create_task(ask()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await child.close()
+    refused = [each for each in await asyncio.gather(*waiting, return_exceptions=True) if not isinstance(each, bytes)]
+    with pytest.raises(ChildEnded) as caught:
+        await ask()
+    assert all(isinstance(each, ChildEnded) for each in refused)
+    assert len(refused) >= 2
     assert not caught.value.started
 
 
