@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import mlx.core as mx
 from edgepipe_mlx import backend as mlx_backend
 from edgepipe_mlx.kv import Paged
-from edgepipe_mlx.pages.checking import case_error, checked_pages, form_errors, scattered_rows
+from edgepipe_mlx.pages.checking import case_error, checked_pages, form_errors, page_errors, scattered_rows
 from edgepipe_mlx.pages.kernels import MetalPages, PageKernels, ReferencePages
 from edgepipe_mlx.pages.rows import MOST_SHARES, MOST_TOKENS, PageForm, page_arrays, page_form, share_of
 
@@ -219,6 +219,7 @@ def test_kernels_that_do_not_compile_are_told(
 
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_given: refused)
     found = checked_pages([LLAMA])
+    assert all("Unable to build" in each.reason for each in page_errors(mx.bfloat16))
     assert isinstance(found, SlowPath)
     assert "Unable to build" in found.reason
     assert "attention over pages are not used: [metal::Device] Unable to build" in caplog.text
@@ -231,6 +232,13 @@ def test_heads_are_served_by_their_size(head_dim: int, kv: str, served: bool) ->
     spec = tiny_config(head_dim=head_dim).layers[0].attention
     assert spec is not None
     assert (page_form(spec, block_size=16, dtype=mx.float32, kv=kv) is not None) == served
+
+
+def test_people_who_measure_see_each_form_of_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgepipe_mlx.pages.checking.MetalPages", ReferencePages)
+    found = list(page_errors(mx.bfloat16))
+    assert len({each.kernel for each in found}) == 3
+    assert all(0 < each.error <= 1 and not each.reason for each in found), found
 
 
 def test_an_unknown_attention_is_refused() -> None:
