@@ -1,4 +1,4 @@
-"""Attention over packed rows, sequence by sequence.
+"""Attention over packed rows: few new tokens of all sequences over pages, others sequence by sequence.
 
 T packed rows, n rows of one sequence, L visible keys, Hq and Hkv heads, D head dim.
 """
@@ -6,6 +6,8 @@ T packed rows, n rows of one sequence, L visible keys, Hq and Hkv heads, D head 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +17,19 @@ from edgepipe.spec.kv_forms import REST_TOKENS
 from edgepipe.spec.layer_spec import Attention, Temperature
 from edgepipe.spec.rope import temperatures
 from edgepipe_mlx.kv import KVPool, NewestPart, RestArrays, SpanPool
+from edgepipe_mlx.pages.kernels import PageKernels
+from edgepipe_mlx.pages.rows import MOST_TOKENS, PageArrays, PageForm, page_arrays
 from edgepipe_mlx.tiles import tile_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPages:
+    """How a layer attends over pages."""
+
+    kernels: PageKernels
+    form: PageForm
+    scale: float  # factor of logits
+    cap: float  # see ``layer_spec.Attention.softcap``
 
 
 class StepArrays:
@@ -32,6 +46,7 @@ class StepArrays:
         self._blocks: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[tuple[int, int], mx.array] = {}
         self._temperatures: dict[Temperature, mx.array] = {}
+        self._pages: dict[LayerPages, PageArrays] = {}
 
     def temperatures(self, temperature: Temperature) -> mx.array:
         """Return the factors [T, 1, 1, 1] of the rows' queries, float32."""
@@ -39,6 +54,13 @@ class StepArrays:
             factors = temperatures(temperature, self._plan.positions).astype(np.float32)
             self._temperatures[temperature] = mx.array(factors)[:, None, None, None]
         return self._temperatures[temperature]
+
+    def pages(self, layer: LayerPages) -> PageArrays:
+        """Return the arrays of the rows that attend over pages in layers such as this one."""
+        if layer not in self._pages:
+            rows = [row for row in self.rows if row.num_tokens <= MOST_TOKENS]
+            self._pages[layer] = page_arrays(rows, layer.form, scale=layer.scale, cap=layer.cap)
+        return self._pages[layer]
 
     def blocks(self, row: RowLayout, first_block: int) -> mx.array | None:
         """Return a row's block ids from ``first_block`` on; None where it lies in one run."""
@@ -76,11 +98,15 @@ class StepArrays:
 class LayerStep:
     """One layer's attention in one step."""
 
-    def __init__(self, step: StepArrays, pool: KVPool, spec: Attention, *, block_size: int) -> None:
+    def __init__(
+        self, step: StepArrays, pool: KVPool, spec: Attention, *, block_size: int, pages: LayerPages | None = None
+    ) -> None:
+        """``pages``: kernels that attend over pages; None: every sequence attends by itself."""
         self._step = step
         self._pool = pool
         self._spec = spec
         self._block_size = block_size
+        self._pages = None if pages is not None and self._is_alone(pages.form) else pages
 
     @property
     def positions(self) -> mx.array:
@@ -99,8 +125,32 @@ class LayerStep:
         """
         opened = self._opened(self._pool) if isinstance(self._pool, SpanPool) else {}
         self._pool.write(self._step.slots, keys, values, self._step.rests)
-        parts = [self._attend_row(row, queries, sinks, opened) for row in self._step.rows]
+        attended = self._over_pages(queries, sinks)
+        parts: list[mx.array] = []
+        for over_pages, rows in groupby(self._step.rows, key=self._is_over_pages):
+            if over_pages:
+                count = sum(row.num_tokens for row in rows)
+                parts.append(attended[:count])
+                attended = attended[count:]
+            else:
+                parts += [self._attend_row(row, queries, sinks, opened) for row in rows]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def _is_alone(self, form: PageForm) -> bool:
+        """Return whether the step has one sequence that MLX's own kernel reads where it lies."""
+        rows = self._step.rows
+        return len(rows) == 1 and rows[0].contiguous and not form.kv and not form.capped
+
+    def _is_over_pages(self, row: RowLayout) -> bool:
+        return self._pages is not None and row.num_tokens <= MOST_TOKENS
+
+    def _over_pages(self, queries: mx.array, sinks: mx.array | None) -> mx.array:
+        """Return [N, Hq, 1, V] of all rows that attend over pages, one behind the other."""
+        if self._pages is None or not any(self._is_over_pages(row) for row in self._step.rows):
+            return queries[:0]
+        arrays = self._step.pages(self._pages)
+        turned, form = self._pool.turned(queries), self._pages.form
+        return self._pool.turned(self._pages.kernels.attend(turned, self._pool.paged, arrays, form, sinks))
 
     def _opened(self, pool: SpanPool) -> dict[int, Sequence[mx.array]]:
         """Return lower bits that a long row's codes will overwrite, by its first row; evaluated before that."""

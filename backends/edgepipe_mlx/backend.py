@@ -43,12 +43,13 @@ from edgepipe.spec.memory_classes import stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe.weights.resident import WIDE, keeps_blocks
-from edgepipe_mlx.attention import LayerStep, StepArrays
+from edgepipe_mlx.attention import LayerPages, LayerStep, StepArrays
 from edgepipe_mlx.blocks.checking import block_errors, checked_kernels
 from edgepipe_mlx.blocks.kernels import BlockKernels
 from edgepipe_mlx.device import (
     BLOCK_SIZES,
     check_device,
+    choose_attention,
     choose_device,
     choose_dtype,
     choose_packing,
@@ -63,9 +64,13 @@ from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kernel_errors import packed_errors
 from edgepipe_mlx.kv import KVPool, KVStorage, restore_block, stored_block
 from edgepipe_mlx.latent_kv import latent_pool
+from edgepipe_mlx.layers import DecoderLayer
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 from edgepipe_mlx.packed_kv import packed_pool
 from edgepipe_mlx.packing import mlx_form
+from edgepipe_mlx.pages.checking import checked_pages, page_errors
+from edgepipe_mlx.pages.kernels import PageKernels
+from edgepipe_mlx.pages.rows import PageForm, page_form
 from edgepipe_mlx.states import LayerStates, StateStep, StepStates
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
@@ -104,6 +109,7 @@ class MlxBackend:
 
         ``options.settings["weights"]``: "auto" keeps packed weights packed, "mlx" in forms of MLX's own kernels only,
         "wide" widens them to the compute dtype.
+        ``options.settings["attention"]``: "auto" reads KV of all sequences by own kernels, "mlx" by MLX's alone.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
         self._options = options
@@ -111,10 +117,14 @@ class MlxBackend:
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._packed, self._own_sizes = choose_packing(options.settings.get("weights", "auto"))
         self._checked: BlockKernels | SlowPath | None = None  # kernels of K types; None: not checked yet
+        self._own_attention = choose_attention(options.settings.get("attention", "auto"))
         self._kv = checked_kv(options.kv)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
         self._slow_paths: tuple[SlowPath, ...] = ()
+        # Forms of attention that were checked, and what came of it.
+        self._checked_pages: tuple[frozenset[PageForm], PageKernels | SlowPath] | None = None
+        self._pages: dict[int, LayerPages] = {}  # by a layer's index in the model
         # One list per slice index, with an entry for each layer with a mixer.
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
         self._reads: dict[int, ExpertReads] = {}  # one per slice index
@@ -146,6 +156,8 @@ class MlxBackend:
             yield from block_errors(self._dtype)
         elif isinstance(self._checked, SlowPath):
             yield KernelError(kernel="products of K types at their own size", reason=self._checked.reason)
+        if self._own_attention and not is_cpu(self._device):
+            yield from page_errors(self._dtype)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -172,7 +184,36 @@ class MlxBackend:
 
     def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
         """Return what the loaded weights lack. See ``ExplainingBackend``."""
-        return self._slow_paths
+        _, found = self._page_kernels(block_size)
+        return (*self._slow_paths, found) if isinstance(found, SlowPath) else self._slow_paths
+
+    def _page_kernels(self, block_size: int) -> tuple[dict[int, PageForm], PageKernels | SlowPath | None]:
+        """Return the forms of attention of the loaded layers, and their kernels, once they are checked."""
+        if not self._own_attention or is_cpu(self._device):
+            return {}, None
+        shard = self._loaded()
+        forms: dict[int, PageForm] = {}
+        for index in (layer for part in shard.slices for layer in part.part.layers):
+            spec = shard.config.layers[index].attention
+            form = spec and page_form(spec, block_size=block_size, dtype=self._dtype, kv=self._kv)
+            if form is not None:
+                forms[index] = form
+        wanted = frozenset(forms.values())
+        if self._checked_pages is None or self._checked_pages[0] != wanted:
+            self._checked_pages = wanted, checked_pages(wanted)
+        return forms, self._checked_pages[1]
+
+    def _find_pages(self, block_size: int) -> dict[int, LayerPages]:
+        """Return how the loaded layers attend over pages; no layer does where a kernel failed its check."""
+        forms, kernels = self._page_kernels(block_size)
+        if kernels is None or isinstance(kernels, SlowPath):
+            return {}
+        found: dict[int, LayerPages] = {}
+        for index, form in forms.items():
+            spec = self._loaded().config.layers[index].attention
+            assert spec is not None
+            found[index] = LayerPages(kernels=kernels, form=form, scale=spec.logit_scale, cap=spec.softcap)
+        return found
 
     def _blocks(self) -> BlockKernels | None:
         """Return the kernels of K types, once they are checked; None: MLX's own kernels take their place."""
@@ -219,6 +260,7 @@ class MlxBackend:
                 ]
                 for part in parts
             }
+        self._pages = self._find_pages(block_size)
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         self._state_slots = state_slots
 
@@ -339,9 +381,7 @@ class MlxBackend:
     ) -> mx.array:
         """Run the layer that predicts one token more for tokens behind the step's; returns [R, H] of rows wanted."""
         assert part.mtp is not None
-        attention = part.layers[-1].spec.attention
-        assert attention is not None
-        own = LayerStep(step, self._mtp_pool(part), attention, block_size=self._block_size)
+        own = self._layer_step(part.part.layers.end - 1, part.layers[-1], self._mtp_pool(part), step)
         return part.mtp.run(self._embedded(part, ids), finals, own, wanted)
 
     def _mtp_pool(self, part: LoadedSlice) -> KVPool:
@@ -364,6 +404,7 @@ class MlxBackend:
         self._shard = None
         self._products, self._slow_paths = (), ()
         self._pools, self._host = {}, {}
+        self._pages = {}
         self._reads = {}
         self._started = self._waiting = None
         self._num_blocks = self._block_size = 0
@@ -407,11 +448,16 @@ class MlxBackend:
             own: LayerStep | StateStep | None = None
             if isinstance(pool, LayerStates):
                 own = StateStep(states, pool)
-            elif pool is not None and layer.spec.attention is not None:
-                step = steps[self._class_of[index]]
-                own = LayerStep(step, pool, layer.spec.attention, block_size=self._block_size)
+            elif pool is not None:
+                own = self._layer_step(index, layer, pool, steps[self._class_of[index]])
             hidden = layer.run(hidden, own, wanted if layer is own_layers[-1] else None)
         return hidden if own_layers or wanted is None else hidden[wanted]
+
+    def _layer_step(self, index: int, layer: DecoderLayer, pool: KVPool, step: StepArrays) -> LayerStep:
+        """Return the attention of a layer, which has an index in the model."""
+        assert layer.spec.attention is not None
+        pages = self._pages.get(index)
+        return LayerStep(step, pool, layer.spec.attention, block_size=self._block_size, pages=pages)
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
         """Return the first layer's input [T, H] in the compute dtype."""

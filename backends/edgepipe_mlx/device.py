@@ -65,6 +65,17 @@ def choose_packing(weights: str) -> tuple[bool, bool]:
     return weights != "wide", weights == "auto"
 
 
+def choose_attention(attention: str) -> bool:
+    """Return whether own kernels attend over pages, by the setting ``attention``. Raises ConfigInvalid."""
+    if attention not in ("auto", "mlx"):
+        raise ConfigInvalid(
+            f"the mlx backend has no attention '{attention}'",
+            fact="it knows: auto (own kernels for all sequences at once), mlx (MLX's own, one sequence after another)",
+            next_step="use --backend-option attention=auto",
+        )
+    return attention == "auto"
+
+
 def is_cpu(device: mx.Device) -> bool:
     """Return whether the device is MLX's CPU device."""
     return device.type == mx.cpu

@@ -35,12 +35,25 @@ class NewestPart(NamedTuple):
     twice: bool  # some of the row's tokens see them with 4 bits
 
 
+class Paged(NamedTuple):
+    """A layer's pool [kv heads, slots, n], as values or codes."""
+
+    keys: mx.array
+    values: mx.array  # the keys themselves, if values are a part of them
+    scales: tuple[mx.array, mx.array] | None = None  # of the codes of keys and of values
+
+
 class KVPool(Protocol):
     """One layer's keys and values, in any form. Belongs to the compute thread."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """All that the pool holds, for evaluation only; do not keep them."""
+        ...
+
+    @property
+    def paged(self) -> Paged:
+        """All tokens, for kernels that read blocks themselves; do not keep the arrays."""
         ...
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
@@ -100,6 +113,11 @@ class KVStorage:
     def arrays(self) -> tuple[mx.array, mx.array]:
         """Keys and values, for evaluation only; do not keep them."""
         return self._keys, self._values
+
+    @property
+    def paged(self) -> Paged:
+        """See ``KVPool``."""
+        return Paged(self._keys, self._values)
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
         """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""

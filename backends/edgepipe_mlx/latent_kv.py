@@ -9,7 +9,7 @@ import mlx.core as mx
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
 from edgepipe.spec.layer_spec import Attention
-from edgepipe_mlx.kv import KVPool, NewestPart, RestArrays, copied_slots, head_rows, independent, read_tokens
+from edgepipe_mlx.kv import KVPool, NewestPart, Paged, RestArrays, copied_slots, head_rows, independent, read_tokens
 from edgepipe_mlx.kv_codes import FourBits, KVCodes, codes_of
 
 
@@ -42,6 +42,12 @@ class LatentStorage:
     def arrays(self) -> tuple[mx.array, ...]:
         """Vectors, or codes and scales."""
         return self._pools
+
+    @property
+    def paged(self) -> Paged:
+        """See ``KVPool``."""
+        keys, *scales = self._pools
+        return Paged(keys, keys, (scales[0], scales[0]) if scales else None)
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
         """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them. See ``KVPool``."""

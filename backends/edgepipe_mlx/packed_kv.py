@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
-from edgepipe_mlx.kv import NewestPart, RestArrays, copied_slots, head_rows, independent, read_tokens
+from edgepipe_mlx.kv import NewestPart, Paged, RestArrays, copied_slots, head_rows, independent, read_tokens
 from edgepipe_mlx.kv_codes import FourBits, KVCodes, codes_of
 
 
@@ -38,6 +38,11 @@ class PackedKVStorage:
     def arrays(self) -> tuple[mx.array, ...]:
         """Codes and scales."""
         return self._keys, self._values, self._key_scales, self._value_scales
+
+    @property
+    def paged(self) -> Paged:
+        """See ``KVPool``."""
+        return Paged(self._keys, self._values, (self._key_scales, self._value_scales))
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array, rests: RestArrays | None) -> None:
         """Write the codes of keys and values [T, kv heads, 1, D] to ``slots`` [T]. See ``KVPool``."""

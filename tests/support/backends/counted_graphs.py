@@ -14,6 +14,7 @@ import pytest
 from edgepipe_mlx import MlxBackend, backend
 from edgepipe_mlx.backend import StepTicket
 from edgepipe_mlx.blocks.kernels import MetalKernels
+from edgepipe_mlx.pages.kernels import MetalPages
 
 from edgepipe.backend.types import BackendOptions, SlowPath
 
@@ -51,7 +52,7 @@ def _metal_kernel(**_given: Any) -> Callable[..., list[mx.array]]:
 
 @contextmanager
 def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[CountedBackend]:
-    """Yield a backend that keeps weights as on Metal. ``own``: with own kernels of K types.
+    """Yield a backend that keeps weights as on Metal. ``own``: with own kernels.
 
     On a CPU, MLX computes norms, rotations and attention by many operations. Here one stands for each, which nothing
     else uses, and which MLX fuses with no other, as on Metal.
@@ -64,6 +65,7 @@ def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[Co
         patch.setattr(backend, "is_cpu", lambda _device: False)
         patch.setattr(mx.fast, "metal_kernel", _metal_kernel)
         patch.setattr(backend, "checked_kernels", lambda _dtype: MetalKernels() if own else _NOTHING)
+        patch.setattr(backend, "checked_pages", lambda _forms: MetalPages() if own else _NOTHING)
         patch.setattr(mx.fast, "rms_norm", stands(mx.sort))
         patch.setattr(mx.fast, "rope", stands(mx.cumsum))
         patch.setattr(mx.fast, "scaled_dot_product_attention", stands(mx.cummax))

@@ -175,14 +175,16 @@ DEVICE int add_shared(int *place, int value) {
     return *place - value;
 }
 
-DEVICE float other_lane(float value, int apart) {
+DEVICE float of_lane(float value, unsigned lane) {
     host::Fiber &fiber = host::fibers[host::current];
     std::vector<host::Operand> &given = host::operands[fiber.operations++ % 2];
     std::memcpy(given[host::current].a, &value, 4);
     host::wait(host::State::at_warp);
-    std::memcpy(&value, given[host::current ^ apart].a, 4);
+    std::memcpy(&value, given[(host::current & ~31u) + lane].a, 4);
     return value;
 }
+
+DEVICE float other_lane(float value, int apart) { return of_lane(value, (host::current & 31u) ^ apart); }
 
 DEVICE float bits_as_float(u32 bits) {
     float value;

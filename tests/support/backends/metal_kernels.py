@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,10 +26,12 @@ _CONSTANT = 8  # MLX gives smaller inputs in the constant address space
 _MOST_THREADS = 1024  # of a threadgroup
 _GUARD = 1 << 16  # bytes around each array; floats of them are no numbers
 _FILL = 0xFF
+_THREADGROUP_BYTES = 32 * 1024  # of arrays; a chip has no more
 _TYPES = {
     mx.uint8: "uint8_t",
     mx.int8: "int8_t",
     mx.uint32: "uint32_t",
+    mx.int32: "int32_t",
     mx.float16: "half",
     mx.bfloat16: "bfloat16_t",
     mx.float32: "float",
@@ -38,12 +41,14 @@ _LAUNCH = """
 extern "C" int launch_{symbol}(const uint *sizes, void **given) {{
     const uint3 grid = {{sizes[0], sizes[1], sizes[2]}}, size = {{sizes[3], sizes[4], sizes[5]}};
     const uint3 groups = host::groups_of(grid, size);
-    return host::launch(groups.x * groups.y * groups.z, size.x * size.y * size.z, 0, [=] {{
+    return host::launch(groups.x * groups.y * groups.z, size.x * size.y * size.z, {shared}, [=] {{
         const uint3 at = host::place_in_grid(groups, size);
         if (at.x < grid.x && at.y < grid.y && at.z < grid.z) kernel<{constants}>({arguments}at);
     }});
 }}
 """
+
+_ARRAY = re.compile(r"^threadgroup (\w+) (\w+)\[(.+)\];$", re.MULTILINE)
 
 Template = Sequence[tuple[str, int | mx.Dtype]]
 
@@ -63,7 +68,14 @@ class HostKernels:
         self.launches = 0
 
     def make(
-        self, *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+        self,
+        *,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        ensure_row_contiguous: bool = True,
     ) -> Callable[..., list[mx.array]]:
         """See ``mx.fast.metal_kernel``."""
         header, source = self._change(header), self._change(source)
@@ -86,10 +98,16 @@ class HostKernels:
                 space = "constant" if array.size < _CONSTANT else "device"
                 assert space == "device" or "IN_CONSTANT" in dict(template), f"{own} would lie in constant memory"
                 parameters.append(f"const {space} {_TYPES[array.dtype]} *{own}")
-                given.append(_Guarded(_as_numpy(array)))
+                values = _as_numpy(array, dense=ensure_row_contiguous)
+                given.append(_Guarded(values))
                 if f"{own}_shape" in source:
                     parameters.append(f"const constant int *{own}_shape")
                     given.append(_Guarded(np.array(array.shape, np.int32)))
+                if f"{own}_strides" in source:
+                    parameters.append(f"const constant int64_t *{own}_strides")
+                    given.append(_Guarded(np.array(values.strides, np.int64) // values.itemsize))
+                else:
+                    assert values.flags.c_contiguous, f"the kernel takes {own} for dense"
             for own, shape, dtype in zip(output_names, output_shapes, output_dtypes, strict=True):
                 parameters.append(f"device {_TYPES[dtype]} *{own}")
                 given.append(_Guarded(np.full((*shape[:-1], shape[-1] * dtype.size), _FILL, np.uint8)))
@@ -121,8 +139,10 @@ class _Guarded:
     """An array with bytes around it that a kernel must not write."""
 
     def __init__(self, values: np.ndarray) -> None:
-        self._bytes = np.full(values.nbytes + 2 * _GUARD, _FILL, np.uint8)
-        self.array = self._bytes[_GUARD : _GUARD + values.nbytes].view(values.dtype).reshape(values.shape)
+        places = sum((size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True))
+        self._bytes = np.full(places + values.itemsize + 2 * _GUARD, _FILL, np.uint8)
+        first = self._bytes[_GUARD:-_GUARD].view(values.dtype)
+        self.array = np.lib.stride_tricks.as_strided(first, values.shape, values.strides)
         self.array[...] = values
 
     def is_whole(self) -> bool:
@@ -149,11 +169,22 @@ def _text(header: str, source: str, template: Template, parameters: Sequence[str
             symbol=_symbol(each),
             constants=", ".join(str(value) if isinstance(value, int) else _TYPES[value] for _, value in each),
             arguments=arguments,
+            shared=_THREADGROUP_BYTES,
         )
         for each in _of_all_tiles(template)
     ]
-    kernel = f"template <{types}>\nvoid kernel({declared}) {{\n{source}\n}}\n"
+    kernel = f"template <{types}>\nvoid kernel({declared}) {{\n{_with_shared_arrays(source)}\n}}\n"
     return "\n".join([shim, header, kernel, *launches])
+
+
+def _with_shared_arrays(source: str) -> str:
+    """Give a threadgroup's threads the same arrays, one behind the other."""
+    used = "0"
+    for kind, name, count in _ARRAY.findall(source):
+        place = f"{kind} *const {name} = reinterpret_cast<{kind} *>(host::shared.data() + {used});"
+        source = source.replace(f"threadgroup {kind} {name}[{count}];", place)
+        used += f" + sizeof({kind}) * ({count})"
+    return f"static_assert({used} <= {_THREADGROUP_BYTES});\n{source}"
 
 
 def _of_all_tiles(template: Template) -> list[Template]:
@@ -169,9 +200,11 @@ def _symbol(template: Template) -> str:
     return "_".join(str(value) for _, value in template if isinstance(value, int))
 
 
-def _as_numpy(array: mx.array) -> np.ndarray:
-    whole = mx.contiguous(array)
-    return np.ascontiguousarray(np.array(whole.view(mx.uint16) if array.dtype == mx.bfloat16 else whole))
+def _as_numpy(array: mx.array, *, dense: bool) -> np.ndarray:
+    """Return the array as MLX gives it to a kernel. ``dense``: copied where its rows do not adjoin."""
+    whole = mx.contiguous(array) if dense else array
+    bits = whole.view(mx.uint16) if array.dtype == mx.bfloat16 else whole
+    return np.array(bits, copy=False)
 
 
 def _compile(file: Path, text: str) -> bytes:

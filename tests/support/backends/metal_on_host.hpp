@@ -7,6 +7,7 @@
 #define constant
 #define device
 #define thread
+#define threadgroup
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
@@ -16,8 +17,10 @@ struct uint3 {
     uint x, y, z;
 };
 
-struct half {  // IEEE 754, 16 bits; kernels only read it
+struct half {  // IEEE 754, 16 bits
     uint16_t bits;
+    half() = default;
+    explicit half(float value) : bits(float_as_half(value)) {}
     operator float() const { return widen_half(bits); }
 };
 
@@ -28,12 +31,37 @@ struct bfloat16_t {
     operator float() const { return host::bf16(bits); }
 };
 
+template <typename To, typename From>
+To as_type(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
 namespace metal {
+enum class mem_flags { mem_none, mem_threadgroup };
+inline void threadgroup_barrier(mem_flags) { synchronise(); }
+inline float exp(float value) { return std::exp(value); }
+inline float tanh(float value) { return std::tanh(value); }
+inline float max(float a, float b) { return std::fmax(a, b); }  // of a number and none, the number
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float simd_sum(float value) {
     for (int apart = 16; apart; apart /= 2) value += other_lane(value, apart);
     return value;
+}
+inline float simd_max(float value) {
+    for (int apart = 16; apart; apart /= 2) value = max(value, other_lane(value, apart));
+    return value;
+}
+template <typename T>
+T simd_shuffle_xor(T value, ushort apart) {
+    return as_type<T>(other_lane(as_type<float>(value), apart));
+}
+template <typename T>
+T simd_shuffle(T value, ushort lane) {
+    return as_type<T>(of_lane(as_type<float>(value), lane));
 }
 }  // namespace metal
 

@@ -22,6 +22,7 @@ from edgepipe_mlx.blocks.matrix import BlockMatrix, BlockStack
 from edgepipe_mlx.experts import ExpertLinear, JoinedExperts
 from edgepipe_mlx.joined import JoinedLinear
 from edgepipe_mlx.matrices import Linear
+from edgepipe_mlx.pages.kernels import ReferencePages
 
 from edgepipe.backend.protocol import ExplainingBackend
 from edgepipe.backend.types import DeviceProfile, SlowPath
@@ -196,6 +197,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, found: BlockKernels | SlowPath
     monkeypatch.setattr(mlx_backend, "checked_kernels", lambda _dtype: found)
     monkeypatch.setattr(mlx_backend, "is_cpu", lambda _device: False)
     monkeypatch.setattr(mlx_backend, "measure", lambda *_given: PROFILE)
+    monkeypatch.setattr(mlx_backend, "checked_pages", lambda _forms: ReferencePages())
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
@@ -250,6 +252,7 @@ def test_without_kernels_weights_are_as_mlx_keeps_them(monkeypatch: pytest.Monke
     assert [each.by for each in backend.packed_products()] == ["MLX"]
     assert backend.profile().packing == "mlx"
     monkeypatch.setattr(mlx_backend, "packed_errors", lambda _types: iter(()))  # of MLX's own kernels
+    monkeypatch.setattr(mlx_backend, "page_errors", lambda _dtype: iter(()))
     reasons = [each.reason for each in backend.kernel_errors() if each.reason]
     assert reasons == [MISSING.reason]
 

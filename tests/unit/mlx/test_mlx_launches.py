@@ -34,9 +34,16 @@ def test_kernels_of_a_layer(layer: str, file: str, own: bool) -> None:
     assert found.total() == KERNELS[layer, file][0 if own else 1], found
 
 
-def test_each_further_sequence_attends_by_itself() -> None:
+@pytest.mark.parametrize("layer", ["Llama", "Qwen3-30B-A3B"])
+def test_kernels_do_not_grow_with_sequences(layer: str) -> None:
+    """One sequence attends by a kernel of MLX's, more of them by two of our own."""
+    counts = [kernels_of_a_layer(layer, rows=rows).total() for rows in (1, 2, 5, 16)]
+    assert counts == [counts[0]] + 3 * [counts[0] + 1]
+
+
+def test_without_own_kernels_each_further_sequence_attends_by_itself() -> None:
     """Its attention is a kernel, and a result to join; with two the first one's result is joined, too."""
-    one, two, three = (kernels_of_a_layer("Llama", rows=rows).total() for rows in (1, 2, 3))
+    one, two, three = (kernels_of_a_layer("Llama", rows=rows, own=False).total() for rows in (1, 2, 3))
     assert (two - one, three - two) == (3, 2)
 
 

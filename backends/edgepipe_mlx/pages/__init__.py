@@ -1,0 +1,1 @@
+"""Attention of a few new tokens of all sequences over pages of keys and values: own Metal kernels."""
