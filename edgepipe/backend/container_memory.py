@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 _NO_LIMIT = "max"
@@ -40,25 +39,32 @@ _SECOND = _Version(("memory.max", "memory.high"), "memory.current", "")
 _FIRST = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
-def group_memory(read: Read) -> GroupMemory | None:
-    """Return what the limits of this process's groups leave, those of groups above included; None without a limit."""
-    found = [memory for version, folder in _folders(read) if (memory := _memory(read, version, folder)) is not None]
+def group_memory(read: Read, *, machine_bytes: int) -> GroupMemory | None:
+    """Return what the limits of this process's groups leave, those of groups above included.
+
+    machine_bytes  all memory of the machine
+
+    None if no group has a limit below that.
+    """
+    folders = _folders(read)
+    found = [memory for each in folders if (memory := _memory(read, *each, machine_bytes)) is not None]
     if not found:
         return None
     return GroupMemory(min(each.available_bytes for each in found), min(each.total_bytes for each in found))
 
 
-def _memory(read: Read, version: _Version, folder: PurePosixPath) -> GroupMemory | None:
+def _memory(read: Read, version: _Version, folder: str, machine_bytes: int) -> GroupMemory | None:
     limits: list[int] = []
     for name in version.limits:
         with suppress(OSError, ValueError):
-            if (text := read(str(folder / name)).strip()) != _NO_LIMIT:
+            if (text := read(f"{folder}/{name}").strip()) != _NO_LIMIT:
                 limits.append(int(text))
-    if not limits:
-        return None
+    if min(limits, default=machine_bytes) >= machine_bytes:
+        return None  # the kernel takes a while to count what a group uses
     try:
-        used = int(read(str(folder / version.used)))
-        freed = sum(_counts(read(str(folder / "memory.stat"))).get(version.prefix + name, 0) for name in _FREED_FIRST)
+        used = int(read(f"{folder}/{version.used}"))
+        counts = _counts(read(f"{folder}/memory.stat"))
+        freed = sum(counts.get(version.prefix + name, 0) for name in _FREED_FIRST)
     except (OSError, ValueError):
         return None
     return GroupMemory(max(0, min(limits) - max(0, used - freed)), min(limits))
@@ -70,8 +76,11 @@ def _counts(stat: str) -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
 
 
-def _folders(read: Read) -> Iterator[tuple[_Version, PurePosixPath]]:
-    """Yield the folders of the process's groups that may limit memory: its own, and those above as far as they show."""
+def _folders(read: Read) -> Iterator[tuple[_Version, str]]:
+    """Yield the folders of the process's groups that may limit memory: its own, and those above as far as they show.
+
+    This runs four times a second on the stage's loop, so paths are strings: ``pathlib`` takes ten times as long.
+    """
     try:
         groups, mounts = read("/proc/self/cgroup"), read("/proc/self/mountinfo")
     except OSError:
@@ -90,10 +99,11 @@ def _folders(read: Read) -> Iterator[tuple[_Version, PurePosixPath]]:
             continue
         version = _version(types[0], types[2])
         if version is not None and version in paths:
-            top = PurePosixPath(_plain(fields[4]))
-            own = top / _below(paths[version], _plain(fields[3]))
-            yield from ((version, folder) for folder in (own, *own.parents) if folder.is_relative_to(top))
-            del paths[version]
+            folder = _plain(fields[4]).rstrip("/")
+            yield version, folder
+            for part in _below(paths.pop(version), _plain(fields[3])):
+                folder = f"{folder}/{part}"
+                yield version, folder
 
 
 def _version(kind: str, options: str) -> _Version | None:
@@ -102,10 +112,10 @@ def _version(kind: str, options: str) -> _Version | None:
     return _FIRST if kind == "cgroup" and "memory" in options.split(",") else None
 
 
-def _below(path: str, root: str) -> PurePosixPath:
-    """Return a group's place below a mount of the group ``root``; the mount itself if it shows no more of the path."""
-    group = PurePosixPath(path)
-    return group.relative_to(root) if ".." not in group.parts and group.is_relative_to(root) else PurePosixPath()
+def _below(path: str, root: str) -> list[str]:
+    """Return the folders from a mount of the group ``root`` to a group; none if the mount does not show the path."""
+    parts, above = ([part for part in each.split("/") if part] for each in (path, root))
+    return parts[len(above) :] if ".." not in parts and parts[: len(above)] == above else []
 
 
 def _plain(field: str) -> str:

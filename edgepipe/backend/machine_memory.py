@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import psutil
 
@@ -13,11 +12,12 @@ from edgepipe.backend.container_memory import GroupMemory, group_memory
 def machine_memory() -> GroupMemory:
     """Measure what is left for all programs, and all memory: the least of the machine's and its groups' limits."""
     machine = psutil.virtual_memory()
-    group = group_memory(_read) if sys.platform == "linux" else None
+    group = group_memory(_read, machine_bytes=machine.total) if sys.platform == "linux" else None
     if group is None:
         return GroupMemory(machine.available, machine.total)
     return GroupMemory(min(machine.available, group.available_bytes), min(machine.total, group.total_bytes))
 
 
 def _read(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8", errors="replace")
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()

@@ -27,7 +27,7 @@ def memory_of(system: dict[str, str]) -> GroupMemory | None:
             raise FileNotFoundError(path)
         return system[path]
 
-    return group_memory(read)
+    return group_memory(read, machine_bytes=16 * GIB)
 
 
 def second(limit: object, used: int, *, stat: str = "anon 5\ninactive_file 0") -> dict[str, object]:
@@ -106,6 +106,7 @@ def test_a_group_that_uses_more_than_its_limit_has_nothing_left() -> None:
         files("0::/\n", MOUNT_2.format(root="/")),
         files("0::/\n", MOUNT_2.format(root="/"), {"": second("max", 5)}),
         files("0::/\n", MOUNT_2.format(root="/"), {"": second("many", 5)}),
+        files("0::/\n", MOUNT_2.format(root="/"), {"": second(16 * GIB, 5)}),
         files("0::/\n", MOUNT_2.format(root="/"), {"": {"memory.max": 5}}),
         files("5:devices:/\n", MOUNT_1.format(root="/"), {"/memory": first(GIB, 5)}),
     ],
