@@ -12,6 +12,9 @@ Parts: ``fits``     ``plan`` with the contexts that users of one or two cards as
                     4,096 with ``--full``; only if named
        ``facts``    which of ten facts in 1,024 tokens the demo model finds again with each form of KV, or in 4,096
                     and 8,000 with ``--full``; only if named
+       ``rival``    users who take turns with the demo model on this CPU, one thread, beside llama.cpp's server with
+                    ``--cache-ram`` (EP_LLAMA_CPP: the folder of ``scripts/build_llama_cpp FOLDER server``); only if
+                    named
        ``decode``   decode steps of the demo model behind 8,192 tokens, one thread of this CPU; only if named
        ``overhead`` tokens per second while nothing is pushed out, with and without host memory: emulated, no waiting
 
@@ -22,11 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bench_foundation import stored_demo
@@ -34,7 +39,8 @@ from edgepipe_emulated import EmulatedBackend, emulated_model_config
 from figures import ROOT, Row, at_least, at_most, below
 from kv_quality import FACTS, FORMS, facts_found, hybrid_qualities, qualities
 from kv_speed import decode_times
-from local_nodes import Node, complete, running_nodes
+from llama_server import llama_server
+from local_nodes import Node, complete, running_nodes, settle
 from parts import Part, run_parts
 
 from edgepipe.backend.types import BackendOptions
@@ -51,6 +57,7 @@ SECOND_TARGET, TURNS_TARGET, DEMO_TARGET, OVERHEAD_TARGET = 0.05, 2.5, 0.2, 0.99
 DEMO_TOKENS, DEMO_KV_TOKENS = 4_000, 4_600
 QUALITY_TOKENS, QUALITY_BARS = 4_096, {"8 bits": 1e-3, "4 bits": 2e-2}
 FACTS_TOKENS = 8_000  # nearly all that the demo model can read
+RIVAL_TOKENS, RIVAL_QUESTION, RIVAL_ANSWER, RIVAL_RAM_MB = 2_000, 40, 16, 4_000
 DECODE_TOKENS, DECODE_TARGETS = 8_192, {"8 bits": 2.5, "4 bits": 3.0}
 FITS = (
     ("qwen3.6-27b:q4_k_m", "rtx4090", ("--kv", "8bit", "--context", "131072", "--concurrency", "1")),
@@ -190,6 +197,63 @@ def _demo_turn(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
     return answer.token_times_s[0] - answer.started_s, list(answer.token_ids)
 
 
+def rival_rows(full: bool) -> list[Row]:
+    """Let users take turns here and with llama.cpp's server: the same file, prompts, thread and room for KV."""
+    folder = os.environ.get("EP_LLAMA_CPP")
+    if not folder:
+        print("llama.cpp is not measured: scripts/build_llama_cpp FOLDER server, then EP_LLAMA_CPP=FOLDER")
+        return []
+    length = RIVAL_TOKENS if full else RIVAL_TOKENS // 4
+    what = f"{USERS} users with {length:,} tokens each, room for {HELD}, the demo model, one thread of this CPU"
+    theirs = {
+        slots: [_rival_turns(Path(folder), length, slots=slots, cache_mib=cache) for cache in (0, RIVAL_RAM_MB)]
+        for slots in (1, HELD)
+    }
+    without, with_tier = (_demo_turns(length, kv_ram=size) for size in ("off", f"{RIVAL_RAM_MB}MB"))
+    rows = [at_least(what, with_tier, "tok/s", without, "without host memory", TURNS_TARGET)]
+    for slots, (bare, cached) in theirs.items():
+        name = f"  llama.cpp's server with {slots} slot{'s' if slots > 1 else ''}"
+        rows.append(Row(f"{name} and --cache-ram", cached, "tok/s", bare, "--cache-ram 0", cached / bare))
+    best = max(cached for _, cached in theirs.values())
+    rows.append(Row("  against the better of these", with_tier, "tok/s", best, "llama.cpp", with_tier / best))
+    return rows
+
+
+def _turns_rate(length: int, ask: Callable[[list[int], int], list[int]]) -> float:
+    """Return the answers' tokens per second of one turn of each user, once every conversation has been read."""
+    known = [[7 * token + 3 for token in _prompt(user, length)] for user in range(USERS)]
+    for chat in known:
+        chat += ask(chat, RIVAL_ANSWER)
+    begun_s = time.perf_counter()
+    for user, chat in enumerate(known):
+        ask([*chat, *_prompt(user + 99, RIVAL_QUESTION)], RIVAL_ANSWER)
+    return USERS * RIVAL_ANSWER / (time.perf_counter() - begun_s)
+
+
+def _room_for(length: int) -> int:
+    """Return the tokens of KV of so many users' conversations, with a turn more."""
+    return HELD * (length + 2 * RIVAL_ANSWER + RIVAL_QUESTION + 64)
+
+
+def _demo_turns(length: int, *, kv_ram: str) -> float:
+    with running_nodes(1, models_dir=stored_demo().path.parent, threads=1) as (node,):
+        node.edgepipe("serve", "demo", "--kv-tokens", str(_room_for(length)), "--kv-ram", kv_ram)
+        settle()
+
+        def ask(prompt: list[int], max_tokens: int) -> list[int]:
+            (answer,) = complete(node, [prompt], max_tokens=max_tokens)
+            return list(answer.token_ids)
+
+        return _turns_rate(length, ask)
+
+
+def _rival_turns(folder: Path, length: int, *, slots: int, cache_mib: int) -> float:
+    model = stored_demo().path / "model.gguf"
+    room = _room_for(length)
+    with llama_server(folder, model, threads=1, context_tokens=room, slots=slots, cache_mib=cache_mib) as server:
+        return _turns_rate(length, server.complete)
+
+
 def overhead_rows(full: bool) -> list[Row]:
     """Turn by turn without and with host memory, so that both see the same machine."""
     rates: dict[int, list[float]] = {0: [], 4_096: []}
@@ -263,4 +327,5 @@ PARTS: dict[str, Part] = {
 
 
 if __name__ == "__main__":
-    run_parts("context", PARTS, if_named={"quality": quality_rows, "facts": facts_rows, "decode": decode_rows})
+    named = {"quality": quality_rows, "facts": facts_rows, "rival": rival_rows, "decode": decode_rows}
+    run_parts("context", PARTS, if_named=named)

@@ -9,11 +9,11 @@ from functools import partial
 
 import mlx.core as mx
 import numpy as np
-import psutil
 
 from edgepipe.backend.draft_passes import draft_passes, guesses_of
 from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.kv_setting import checked_kv
+from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
     UNKNOWN_ID,
@@ -30,7 +30,6 @@ from edgepipe.backend.types import (
     SlowPath,
     Step,
     StepOutput,
-    TierMove,
     TokenIds,
     TokenScores,
 )
@@ -61,8 +60,9 @@ from edgepipe_mlx.device import (
     stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
+from edgepipe_mlx.host_copies import HostCopies, MovedLayer
 from edgepipe_mlx.kernel_errors import packed_errors
-from edgepipe_mlx.kv import KVPool, KVStorage, restore_block, stored_block
+from edgepipe_mlx.kv import KVPool, KVStorage
 from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.layers import DecoderLayer
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
@@ -135,8 +135,7 @@ class MlxBackend:
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
-        # Blocks and states in host memory, by layer of the model and place.
-        self._host: dict[tuple[int, int], tuple[mx.array, ...]] = {}
+        self._host: HostCopies | None = None
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system.
@@ -239,7 +238,8 @@ class MlxBackend:
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
-        self._pools, self._host = {}, {}
+        self._pools = {}
+        self._forget_host()
         mx.clear_cache()
         parts = [part.part for part in shard.slices]
         classes = stage_classes(shard.config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
@@ -263,6 +263,9 @@ class MlxBackend:
         self._pages = self._find_pages(block_size)
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         self._state_slots = state_slots
+        if host_places:
+            with self._memory_errors("the KV cache in RAM"):
+                self._host = HostCopies(list(self._moved_layers()), host_places, block_size)
 
     def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
@@ -288,7 +291,8 @@ class MlxBackend:
         hidden = self._hidden(part, prepared, inputs)
         if self._started is not None and (prepared.moves or prepared.copies or prepared.scores is not None):
             mx.eval(self._started.array)  # building the graph evaluates a part of this step
-        self._move(prepared.moves)
+        if self._host is not None:
+            self._host.move(prepared.moves)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
@@ -403,12 +407,17 @@ class MlxBackend:
         """Release weights, pools and MLX's cached buffers."""
         self._shard = None
         self._products, self._slow_paths = (), ()
-        self._pools, self._host = {}, {}
-        self._pages = {}
+        self._pools, self._pages = {}, {}
+        self._forget_host()
         self._reads = {}
         self._started = self._waiting = None
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
+
+    def _forget_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
+        self._host = None
 
     def _weight_types(self) -> WeightTypes:
         """Choose by the device. Packed scales are as wide as the compute dtype."""
@@ -512,46 +521,35 @@ class MlxBackend:
                     continue  # blocks of windows are shared, never copied
                 pool.copy(plan.copies)
 
-    def _move(self, moves: Sequence[TierMove]) -> None:
-        """Copy blocks and states to host memory and back, in every layer of the stage, one after another."""
-        for move in moves:
-            for layer, pool in self._layer_pools():
-                number = 1 + len(self._window_blocks) if isinstance(pool, LayerStates) else self._class_of[layer]
-                if pool is None or number != move.number:
-                    continue
-                place = layer, move.kept
-                if isinstance(pool, LayerStates):
-                    if move.out:
-                        self._host[place] = tuple(mx.contiguous(each) for each in pool.read([move.place]))
-                        mx.eval(self._host[place])
-                    else:
-                        mx.eval(pool.write([move.place], self._host[place]))
-                elif move.out:
-                    self._host[place] = stored_block(pool, move.place, self._block_size)
-                else:
-                    restore_block(pool, move.place, self._block_size, self._host[place])
+    def _moved_layers(self) -> Iterator[MovedLayer]:
+        """Yield the pools of the stage's layers, with their memory classes."""
+        for layer, pool in self._layer_pools():
+            if pool is not None:
+                is_state = isinstance(pool, LayerStates)
+                yield MovedLayer(1 + len(self._window_blocks) if is_state else self._class_of[layer], pool)
+
+    def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
+        """See ``DiskBackend``."""
+        if self._host is None:
+            raise RuntimeError("there is no host memory")
+        return self._host.place(number, kept)
+
+    def disk_seconds(self, number: int, count: int, took_s: float) -> float:
+        """See ``DiskBackend``."""
+        return took_s
 
     def host_place_bytes(self) -> Sequence[int]:
         """See ``HostMemoryBackend``."""
-        shard = self._loaded()
-        parts = [part.part for part in shard.slices]
-        classes = stage_classes(shard.config, parts, num_blocks=self._num_blocks, window_blocks=self._window_blocks)
-        sizes = [self.kv_block_bytes(shard.config, own, self._block_size) for _, own in classes]
-        if self._state_slots:
-            sizes.append(shard.config.state_bytes(layer for part in parts for layer in part.layers))
-        return sizes
+        return self._host.place_bytes() if self._host is not None else ()
 
     def give_back(self, number: int, places: Sequence[int]) -> None:
         """See ``HostMemoryBackend``."""
-        for layer, pool in self._layer_pools():
-            own = 1 + len(self._window_blocks) if isinstance(pool, LayerStates) else self._class_of[layer]
-            for place in places if own == number else ():
-                self._host.pop((layer, place), None)
+        if self._host is not None:
+            self._host.give_back(number, places)
 
     def machine_memory(self) -> tuple[int, int] | None:
         """See ``HostMemoryBackend``."""
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return machine_memory()
 
     def _layer_pools(self) -> Iterator[tuple[int, KVPool | LayerStates | None]]:
         """Yield each loaded layer's index in the model and its pool."""
@@ -611,11 +609,11 @@ class MlxBackend:
 
     @contextmanager
     def _memory_errors(self, what: str) -> Iterator[None]:
-        """Translate MLX's bare RuntimeError for lack of memory."""
+        """Translate MLX's bare RuntimeError for lack of memory, and Python's MemoryError."""
         try:
             yield
-        except RuntimeError as exc:
-            if "alloc" not in str(exc):
+        except (RuntimeError, MemoryError) as exc:
+            if isinstance(exc, RuntimeError) and "alloc" not in str(exc):
                 raise
             raise DeviceOutOfMemory(
                 f"{what} did not fit into memory", fact=plain(exc), next_step="give this node fewer layers"

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
-import psutil
 
+from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 from edgepipe.plain_words import plain
@@ -123,7 +123,7 @@ def stores_scores(device: mx.Device, spec: Attention) -> bool:
 
 def free_bytes(device: mx.Device) -> int:
     """Return the available memory: the system's, on Metal at most the recommended maximum of one process."""
-    available = psutil.virtual_memory().available
+    available = machine_memory().available_bytes
     recommended = _recommended_bytes(device)
     if recommended is None:
         return available
@@ -153,13 +153,13 @@ def check_device(device: mx.Device, dtype: mx.Dtype) -> None:
 def measure(device: mx.Device, dtype_name: str, dtype: mx.Dtype) -> DeviceProfile:
     """Profile the device in well under 2 s. Leaves none of the memory that it takes for that."""
     info = _info(device)
-    total = info.get("memory_size", info.get("total_memory"))
+    total, machine = info.get("memory_size", info.get("total_memory")), machine_memory().total_bytes
     found = DeviceProfile(
         backend="mlx",
         device="cpu" if is_cpu(device) else "gpu",
         name=str(info.get("device_name") or platform.processor() or platform.machine()),
         compute_dtype=dtype_name,
-        memory_total_bytes=total if isinstance(total, int) else psutil.virtual_memory().total,
+        memory_total_bytes=min(total, machine) if isinstance(total, int) else machine,
         memory_free_bytes=free_bytes(device),
         bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device, dtype),
         flops=_flops(device, dtype),

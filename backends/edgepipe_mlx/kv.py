@@ -153,15 +153,13 @@ class KVStorage:
 
 
 def stored_block(pool: KVPool, block: int, block_size: int) -> tuple[mx.array, ...]:
-    """Return a block of all arrays of a pool [kv heads, slots, n], as copies of their own."""
+    """Return a block of all arrays of a pool [kv heads, slots, n]. Evaluate it before the pool's next update."""
     slots = mx.arange(block * block_size, (block + 1) * block_size, dtype=mx.uint32)
-    copied = tuple(array[head_rows(array.shape[0]), slots] for array in pool.arrays)
-    mx.eval(copied)
-    return copied
+    return tuple(array[head_rows(array.shape[0]), slots] for array in pool.arrays)
 
 
 def restore_block(pool: KVPool, block: int, block_size: int, values: Sequence[mx.array]) -> None:
-    """Write what ``stored_block`` returned to a block. The step evaluates the update."""
+    """Write arrays like those of ``stored_block`` to a block. The step evaluates the update."""
     slots = mx.arange(block * block_size, (block + 1) * block_size, dtype=mx.uint32)
     for array, copied in zip(pool.arrays, values, strict=True):
         array[head_rows(array.shape[0]), slots] = copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
 from edgepipe.backend.drafting import DraftModel
 from edgepipe.backend.kv_setting import checked_kv
+from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
     Activations,
@@ -93,6 +94,9 @@ class TorchBackend:
         self.max_submitted = self._device.transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
         self.draft_model: DraftModel | None = None
+        self._host_copies: HostCopies | None = None
+        # Submitted steps that may still compute when the next one is submitted; only with host memory.
+        self._running: deque[StepLayout] = deque(maxlen=self.max_submitted - 1)
         self._forget()
 
     def profile(self) -> DeviceProfile:
@@ -168,7 +172,8 @@ class TorchBackend:
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._steps, self._states, self._host_copies = {}, {}, {}, None
+        self._forget_host_copies()
+        self._pools, self._steps, self._states = {}, {}, {}
         spare = self._device.pads_steps(block_size)
         parts = [decoder.part for decoder in self._decoders.values()]
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
@@ -192,7 +197,7 @@ class TorchBackend:
             }
             stored = [each for pool in self._pools.values() for each in pool.stored]
             stored += [each for states in self._states.values() for each in states.stored(1 + len(window_blocks))]
-            self._host_copies = HostCopies(stored, host_places) if host_places else None
+            self._host_copies = HostCopies(stored, host_places, self._device.mover) if host_places else None
         self._state_slots = state_slots
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         with self._memory_errors("the checks of kernels", 0):
@@ -241,7 +246,8 @@ class TorchBackend:
         with torch.inference_mode():
             transfer.begin()
             if self._host_copies is not None:
-                self._host_copies.move(layout.moves)
+                self._host_copies.move(layout.moves, self._running)
+                self._running.append(layout)
             for other in self._pools.values():
                 other.copy(layout.copies)
             states = self._states.get(layout.slice_index)
@@ -285,8 +291,7 @@ class TorchBackend:
 
     def machine_memory(self) -> tuple[int, int] | None:
         """See ``HostMemoryBackend``."""
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return machine_memory()
 
     def disk_seconds(self, number: int, count: int, took_s: float) -> float:
         """See ``DiskBackend``."""
@@ -317,6 +322,7 @@ class TorchBackend:
     def close(self) -> None:
         """Release all memory, and keep what was learnt of experts. May be called twice."""
         self._uses.save()
+        self._forget_host_copies()
         self._forget()
         for device in (self._device, self._host):
             device.release()
@@ -337,7 +343,12 @@ class TorchBackend:
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
         self._states: dict[int, StatePool] = {}  # only slices with recurrent layers
-        self._host_copies: HostCopies | None = None
+
+    def _forget_host_copies(self) -> None:
+        if self._host_copies is not None:
+            self._host_copies.close()
+        self._host_copies = None
+        self._running.clear()
 
     @property
     def _packing(self) -> str:

@@ -15,7 +15,7 @@ from edgepipe.backend.host_memory import headroom_bytes
 from edgepipe.backend.types import TierMove
 from edgepipe.errors import RemoteProtocolError
 
-LOOK_S = 0.25  # between two looks at the machine's memory: a tenth of a millisecond each
+LOOK_S = 0.25  # between two looks at the machine's memory: some tenths of a millisecond each
 GROW_S = 10.0  # room counts after this time: longer than a compiler or a browser's tab takes to use it
 _CUSHION = 32  # a thirtieth of the tier less than what fits, so that a slow growth elsewhere does not count each time
 _STEP = 16  # a sixteenth of the tier is worth growing by

@@ -86,7 +86,7 @@ async def test_a_backend_without_a_disk_refuses_one_before_it_reads_weights() ->
         clock=FakeClock(),
         hello=Hello(role="stage", node_id="a", node_name="a"),
         security=Plaintext(),
-        name="stage on a Mac",
+        name="stage of node a",
     )
     with pytest.raises(NoFeasiblePlacement, match="keeps no KV on disk") as refused:
         await stage.load(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import psutil
 import torch
 
+from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile, KernelError
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
@@ -85,7 +85,7 @@ class CpuDevice(Device):
         self._reset()
 
     def profile(self) -> DeviceProfile:
-        total = psutil.virtual_memory().total
+        total = machine_memory().total_bytes
         return DeviceProfile(
             backend="torch",
             device=str(self.place),
@@ -103,7 +103,7 @@ class CpuDevice(Device):
         return cpu_kernel_errors(self._kernels)
 
     def free_bytes(self) -> int:
-        return psutil.virtual_memory().available
+        return machine_memory().available_bytes
 
     def start_load(self, kept: RepackedPlace | None) -> None:
         self.cache = ShardCache(kept, self._memory) if kept is not None and self.packed else None

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
-import psutil
 import torch
 
+from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile, KernelError, SlowPath
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Experts, Router
@@ -21,6 +21,7 @@ from edgepipe_torch.cuda.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.cuda.kernel_errors import cuda_kernel_errors
 from edgepipe_torch.cuda.kernels.library import ExpertLibrary, KernelLibrary, PlaceLibrary, own_library
 from edgepipe_torch.cuda.mixer_steps import StepKernels, own_step_kernels, use_kernels
+from edgepipe_torch.cuda.moving import SideStream
 from edgepipe_torch.cuda.packed import PackedCudaLinear
 from edgepipe_torch.cuda.paged import PageKernels, step_attention
 from edgepipe_torch.cuda.paging import Paging, find_paging, with_codes
@@ -32,6 +33,7 @@ from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.experts import ExpertProducts
+from edgepipe_torch.layers.host_copies import Mover
 from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
 from edgepipe_torch.layers.measuring import CPU_MEASURED, Measured, bandwidth, dtype_name, matrix_rate
 from edgepipe_torch.layers.packed_attention import by_sequence
@@ -68,6 +70,7 @@ class CudaDevice(Device):
         step_kernels: StepKernels | None = None,
         kernels: OwnKernels | None = None,
         transfer: Transfer | None = None,
+        mover: Mover | None = None,
     ) -> None:
         """
         packed        weights with a form stay so
@@ -75,6 +78,7 @@ class CudaDevice(Device):
         paging        of attention over pages and graphs, by default the device's; brings a transfer
         step_kernels  for one token of recurrent layers, by default the device's
         kernels       for products, experts and heads, by default the device's
+        mover         between the device and host memory, by default on a stream of its own
         """
         self._kernels = kernels
         self.place = place
@@ -91,6 +95,7 @@ class CudaDevice(Device):
             self._no_paging = exc
         self._step_kernels = step_kernels or own_step_kernels(place)
         self.transfer: Transfer = self._paging.transfer if self._paging else transfer or CudaTransfer(place)
+        self.mover: Mover = mover or SideStream(place)
         self.block_sizes: tuple[int, ...] = (
             (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
         )
@@ -98,7 +103,7 @@ class CudaDevice(Device):
 
     def profile(self) -> DeviceProfile:
         """See ``Device``: with the host's memory, and the rate at which its CPU reads experts there."""
-        total, host = torch.cuda.mem_get_info(self.place)[1], psutil.virtual_memory()
+        total, host = torch.cuda.mem_get_info(self.place)[1], machine_memory()
         found = DeviceProfile(
             backend="torch",
             device=str(self.place),
@@ -110,8 +115,8 @@ class CudaDevice(Device):
             flops=matrix_rate(self.place, self.dtype, _MEASURED, self._synchronise),
             block_sizes=self.block_sizes,
             contiguous_kv=False,
-            ram_total_bytes=host.total,
-            ram_free_bytes=host.available,
+            ram_total_bytes=host.total_bytes,
+            ram_free_bytes=host.available_bytes,
             ram_bytes_per_s=bandwidth(torch.device("cpu"), torch.float32, CPU_MEASURED),
         )
         torch.cuda.empty_cache()  # the measured matrices, whose memory other processes may need

@@ -21,6 +21,7 @@ from edgepipe.weights.stored_weight import Rows, StoredWeight
 from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.experts import ExpertProducts, each_expert
+from edgepipe_torch.layers.host_copies import HostMover, Mover
 from edgepipe_torch.layers.linear import Linear, PartForms, ReadWeight, Workspace, floats_of
 from edgepipe_torch.layers.packed_kv import Storage
 from edgepipe_torch.layers.prepared import PreparedStep, Replayed
@@ -75,6 +76,7 @@ class Device(Protocol):
     picks_candidates: bool  # answer where the setting ``sampling`` is auto
     block_sizes: tuple[int, ...]
     transfer: Transfer
+    mover: Mover = HostMover()
     workspace: Workspace  # a new one after ``release``
 
     def profile(self) -> DeviceProfile:

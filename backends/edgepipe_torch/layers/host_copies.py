@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from edgepipe.backend.host_places import HostPlaces, Pins
+from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe.backend.types import TierMove
-from edgepipe_torch.layers.given_memory import GivenMemory
+
+_ALIGNED_BYTES = 64  # of a tensor's part of a place: no type needs more
 
 
 class Stored(NamedTuple):
@@ -22,42 +27,109 @@ class Stored(NamedTuple):
     size: int  # entries of that axis in a block or a slot
 
 
-class HostCopies:
-    """Memory for parts of ``stored``: each place holds one block or slot of a tensor, in one piece."""
+class Mover(Protocol):
+    """How a device copies to host memory and back."""
 
-    def __init__(self, stored: Sequence[Stored], host_places: Sequence[int]) -> None:
+    pins: Pins | None  # None: its copies gain nothing from pinned memory
+
+    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
+        """Run copies before what is submitted afterwards. ``at_once``: they need not wait for submitted steps."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+
+
+class HostMover(Mover):
+    """Copies within the host's memory."""
+
+    pins = None
+
+    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
+        """See ``Mover``."""
+        return nullcontext()
+
+
+class HostCopies:
+    """Memory for parts of ``stored``: a place holds one block or slot of all tensors of a class, in one piece."""
+
+    def __init__(self, stored: Sequence[Stored], host_places: Sequence[int], mover: Mover) -> None:
         """``host_places``: see ``Backend.allocate_kv``. Raises RuntimeError or MemoryError for lack of memory."""
+        shapes = [_part_shape(each) for each in stored]
+        sizes, begins = [0] * len(host_places), list[int]()
+        for each, shape in zip(stored, shapes, strict=True):
+            begins.append(sizes[each.number])
+            num_bytes = math.prod(shape) * each.tensor.dtype.itemsize
+            sizes[each.number] += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self._mover = mover
+        self._sizes = sizes
+        self._places = HostPlaces(sizes, host_places, mover.pins)
         self._stored: dict[int, list[tuple[Stored, Tensor]]] = {}
-        self._memory: dict[int, list[GivenMemory]] = {}
-        self._num_classes = len(host_places)
-        for each in stored:
-            shape = list(each.tensor.shape)
-            shape[each.axis] = each.size
-            memory = GivenMemory(host_places[each.number], math.prod(shape) * each.tensor.dtype.itemsize)
-            host = memory.tensor.view(each.tensor.dtype).view(host_places[each.number], *shape)
-            self._stored.setdefault(each.number, []).append((each, host))
-            self._memory.setdefault(each.number, []).append(memory)
+        for each, shape, begin in zip(stored, shapes, begins, strict=True):
+            if not (count := host_places[each.number]):
+                continue
+            stride, dtype = self._places.strides[each.number], each.tensor.dtype
+            whole = torch.frombuffer(self._places.memory(each.number), dtype=torch.uint8, count=count * stride)
+            part = whole.view(count, stride)[:, begin : begin + math.prod(shape) * dtype.itemsize]
+            self._stored.setdefault(each.number, []).append((each, part.view(dtype).unflatten(1, shape)))
 
     def place_bytes(self) -> list[int]:
         """Return the bytes of a place, by memory class."""
-        return [sum(each.piece_bytes for each in self._memory.get(number, ())) for number in range(self._num_classes)]
+        return list(self._sizes)
 
     def give_back(self, number: int, places: Sequence[int]) -> None:
         """See ``HostMemoryBackend``."""
-        for memory in self._memory.get(number, ()):
-            memory.give_back(places)
+        self._places.give_back(number, places)
 
     def place(self, number: int, kept: int) -> list[memoryview]:
         """Return the bytes of a place, see ``DiskBackend.host_place``."""
-        hosts = [host for _, host in self._stored.get(number, ())]
-        return [host[kept].reshape(-1).view(torch.uint8).numpy().data for host in hosts]
+        return [self._places.place(number, kept)]
 
-    def move(self, moves: Sequence[TierMove]) -> None:
-        """Perform the moves, one after another."""
-        for move in moves:
-            for each, host in self._stored.get(move.number, ()):
-                part = each.tensor.narrow(each.axis, move.place * each.size, each.size)
-                if move.out:
-                    host[move.kept].copy_(part)
-                else:
-                    part.copy_(host[move.kept])
+    def move(self, moves: Sequence[TierMove], running: Iterable[StepLayout]) -> None:
+        """Perform the moves, one after another. ``running``: submitted steps that may still compute."""
+        if not moves:
+            return
+        with self._mover.copying(at_once=not any(uses_moved(step, moves) for step in running)):
+            for move in moves:
+                pinned = self._places.prepare(move.number, move.kept)
+                for each, host in self._stored.get(move.number, ()):
+                    part = each.tensor.narrow(each.axis, move.place * each.size, each.size)
+                    if move.out:
+                        host[move.kept].copy_(part, non_blocking=pinned)
+                    else:
+                        part.copy_(host[move.kept], non_blocking=pinned)
+
+    def close(self) -> None:
+        """Wait for copies, and unpin the memory."""
+        self._mover.wait()
+        self._places.close()
+
+
+def uses_moved(step: StepLayout, moves: Iterable[TierMove]) -> bool:
+    """Return whether a step reads or writes a block or slot of the device that moves read or write."""
+    moved: dict[int, list[int]] = {}
+    for move in moves:
+        moved.setdefault(move.number, []).append(move.place)
+    if any(copy.source in moved.get(0, ()) or copy.target in moved.get(0, ()) for copy in step.copies):
+        return True
+    for number, layout in enumerate((step, *step.windows)):
+        own = np.array(moved.get(number, ()), np.int64)
+        if len(own) and any(np.isin(own, _blocks(row)).any() for row in layout.rows):
+            return True
+    slots = {*moved.get(1 + len(step.windows), ())}
+    return any(
+        not slots.isdisjoint({row.state.read, *(write.slot for write in row.state.writes)})
+        for row in step.rows
+        if row.state is not None
+    )
+
+
+def _blocks(row: RowLayout) -> np.ndarray:
+    """Return the blocks of a row, with those of its newest tokens' lower bits."""
+    return row.blocks if row.rests is None else np.concatenate([row.blocks, row.rests.blocks])
+
+
+def _part_shape(stored: Stored) -> list[int]:
+    shape = list(stored.tensor.shape)
+    shape[stored.axis] = stored.size
+    return shape

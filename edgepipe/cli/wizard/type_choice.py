@@ -143,12 +143,11 @@ def name_of(source: HubSource, choice: GgufChoice) -> str:
 
 
 def _own_memory() -> Memory:
-    import psutil
-
+    from edgepipe.backend.machine_memory import machine_memory
     from edgepipe.daemon.device.memory import headroom_bytes
 
-    memory = psutil.virtual_memory()
-    free = max(0, memory.available - headroom_bytes(total_bytes=memory.total, on_host=True))
+    available, total = machine_memory()
+    free = max(0, available - headroom_bytes(total_bytes=total, on_host=True))
     return Memory(owner="this machine", rooms=(Room(free_bytes=free, packing="torch-cpu"),))
 
 

@@ -14,6 +14,7 @@ from edgepipe_torch.cuda.device import CudaDevice, OwnKernels
 from edgepipe_torch.cuda.mixer_steps import StepKernels
 from edgepipe_torch.cuda.paging import GraphRecorder, PagedDecode, Paging, VarlenAttention
 from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.host_copies import HostMover, Mover
 from torch import Tensor
 
 from edgepipe.backend.types import DeviceProfile
@@ -95,8 +96,9 @@ class CudaOnHost(CudaDevice):
         step_kernels: StepKernels | None = None,
         kernels: OwnKernels | None = None,
         kv: str = "",
+        mover: Mover | None = None,
     ) -> None:
-        """``paging``: as of ``cpu_paging``; None: neither pages nor graphs."""
+        """``paging``: as of ``cpu_paging``; None: neither pages nor graphs. ``mover``: by default the host's."""
         kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         super().__init__(
             torch.device("cpu"),
@@ -106,6 +108,7 @@ class CudaOnHost(CudaDevice):
             step_kernels=step_kernels,
             kernels=kernels,
             transfer=CopyingTransfer(),
+            mover=mover or HostMover(),
         )
 
     def profile(self) -> DeviceProfile:

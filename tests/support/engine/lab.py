@@ -27,6 +27,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.draft_child import DraftLaunch
 from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import Trial
@@ -346,6 +347,7 @@ async def engine_lab(
     ready: bool = True,
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
+    weights: WeightSource | None = None,
     planner: Planner | None = None,
     constraints: Mapping[str, Any] | None = None,
     grammar_trial: Trial | None = None,
@@ -358,7 +360,8 @@ async def engine_lab(
     ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``link`` emulates a network between
     them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec; ``acceptance`` is the share of right
     drafts of an emulated draft model (empty: there is none). ``draft_folder`` has an emulated model that drafts in a
-    process of its own. ``kv``: form of the KV.
+    process of its own. ``kv``: form of the KV. ``weights``: of the backends that ``make_backend`` makes; by default an
+    emulated model's.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
@@ -374,7 +377,7 @@ async def engine_lab(
             local_stages(
                 make_backend=make_backend or (lambda _: EmulatedBackend(options)),
                 slices=slices,
-                weights=EmulatedWeights(config),
+                weights=weights or EmulatedWeights(config),
                 clock=SystemClock(),
                 network=network,
                 open_tokenizer=lambda: Tokenizer(byte_level_tokenizer(config.vocab_size)),
