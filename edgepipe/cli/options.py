@@ -77,6 +77,11 @@ Exclude = Annotated[
 First = Annotated[
     str, typer.Option("--first", metavar="NODE", help="The node that holds the first layers.", show_default=False)
 ]
+NumNodes = Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")]
+LayerPlan = Annotated[
+    str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
+]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")]
 
 
 def checked_dtype(dtype: str) -> str:

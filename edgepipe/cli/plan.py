@@ -10,11 +10,14 @@ import typer
 from edgepipe.cli.draft_models import with_draft_model
 from edgepipe.cli.options import (
     DataDir,
+    Dtype,
     Exclude,
     ExpertsInRam,
     First,
     Json,
     KVForm,
+    LayerPlan,
+    NumNodes,
     ObjectiveName,
     Replicas,
     checked_dtype,
@@ -52,13 +55,11 @@ def plan(
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
     ] = 0,
     concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats at the same time.")] = 16,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
+    nodes: NumNodes = 0,
     replicas: Replicas = "",
     exclude: Exclude = "",
     first: First = "",
-    layers: Annotated[
-        str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
-    ] = "",
+    layers: LayerPlan = "",
     what_if: Annotated[
         str,
         typer.Option(
@@ -84,7 +85,7 @@ def plan(
             help="Link between emulated devices: wifi, gigabit, 2.5g, 10g, thunderbolt, or 1gbit,0.3ms.",
         ),
     ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Dtype = "auto",
     kv: KVForm = "auto",
     experts_in_ram: ExpertsInRam = "none",
     draft: Annotated[

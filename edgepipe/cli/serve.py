@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from edgepipe.cli.options import (
     DataDir,
+    Dtype,
     Exclude,
     ExpertsInRam,
     First,
@@ -18,6 +19,8 @@ from edgepipe.cli.options import (
     KVDisk,
     KVForm,
     KVRam,
+    LayerPlan,
+    NumNodes,
     ObjectiveName,
     Replicas,
     WithProgress,
@@ -38,6 +41,80 @@ if TYPE_CHECKING:
     from edgepipe.wire.engines import EngineState, StageState
     from edgepipe.wire.serving import ServeRequest
 
+# Where the layers go, beside the options that other verbs share.
+Rebalance = Annotated[
+    str,
+    typer.Option(
+        "--rebalance",
+        metavar="[now|auto|off]",
+        help="Place a served model again: now, auto (again whenever another placement is clearly better) or off.",
+        show_default=False,
+    ),
+]
+
+# How steps are filled.
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", metavar="N", min=0, help="Chats at the same time; 0: automatic.")
+]
+MicroBatches = Annotated[
+    str, typer.Option("--micro-batches", metavar="K", help="Number of micro-batches in flight, or auto.")
+]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="POLICY",
+        help="Scheduler policy: throttled, sarathi or sarathi-TOKENS; for batches alone temporal or auto.",
+    ),
+]
+ItlGoal = Annotated[
+    str,
+    typer.Option(
+        "--itl-goal",
+        metavar="TIME",
+        help="Time that prompts may add to each token of a chat: 100ms, 0.3s, or off. Shorter: smoother chats, "
+        "later first words.",
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="SOURCE",
+        help="Where drafts of tokens come from, which one step verifies together: lookup (in the prompt and the "
+        "answer), mtp (a layer of the model, if it has one; takes memory), the name of a small model with the same "
+        "vocabulary (takes memory), auto (mtp if it fits, else lookup), or off.",
+    ),
+]
+
+# Memory and number types of the stages.
+ContextTokens = Annotated[
+    int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
+]
+KVTokens = Annotated[
+    int,
+    typer.Option(
+        "--kv-tokens", metavar="TOKENS", min=0, help="KV cache of all conversations, in tokens; 0: by memory."
+    ),
+]
+Activations = Annotated[
+    str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
+]
+
+# What clients see.
+FurtherNames = Annotated[
+    list[str] | None,
+    typer.Option("--name", metavar="NAME", help="Further name for requests; may be given several times."),
+]
+TemplateKeywords = Annotated[
+    str,
+    typer.Option(
+        "--template-keywords",
+        metavar="JSON",
+        help="Keywords of the chat template where a request names none: '{\"enable_thinking\": false}'.",
+        show_default=False,
+    ),
+]
 
 _MOVES = {"": "UNCHANGED", "now": "UNCHANGED", "auto": "AUTO", "off": "OFF"}
 
@@ -63,86 +140,28 @@ def serve(
             autocompletion=complete_known_model,
         ),
     ],
-    names: Annotated[
-        list[str] | None,
-        typer.Option("--name", metavar="NAME", help="Further name for requests; may be given several times."),
-    ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
-    plan: Annotated[
-        str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
-    ] = "",
+    names: FurtherNames = None,
+    nodes: NumNodes = 0,
+    plan: LayerPlan = "",
     exclude: Exclude = "",
     first: First = "",
     replicas: Replicas = "",
     objective: ObjectiveName = "",
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", metavar="N", min=0, help="Chats at the same time; 0: automatic.")
-    ] = 0,
-    micro_batches: Annotated[
-        str, typer.Option("--micro-batches", metavar="K", help="Number of micro-batches in flight, or auto.")
-    ] = "auto",
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            metavar="POLICY",
-            help="Scheduler policy: throttled, sarathi or sarathi-TOKENS; for batches alone temporal or auto.",
-        ),
-    ] = "throttled",
-    itl_goal: Annotated[
-        str,
-        typer.Option(
-            "--itl-goal",
-            metavar="TIME",
-            help="Time that prompts may add to each token of a chat: 100ms, 0.3s, or off. Shorter: smoother chats, "
-            "later first words.",
-        ),
-    ] = "100ms",
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            metavar="SOURCE",
-            help="Where drafts of tokens come from, which one step verifies together: lookup (in the prompt and the "
-            "answer), mtp (a layer of the model, if it has one; takes memory), the name of a small model with the same "
-            "vocabulary (takes memory), auto (mtp if it fits, else lookup), or off.",
-        ),
-    ] = "auto",
-    context: Annotated[
-        int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")
-    ] = 0,
-    kv_tokens: Annotated[
-        int,
-        typer.Option(
-            "--kv-tokens", metavar="TOKENS", min=0, help="KV cache of all conversations, in tokens; 0: by memory."
-        ),
-    ] = 0,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
+    concurrency: Concurrency = 0,
+    micro_batches: MicroBatches = "auto",
+    policy: PolicyName = "throttled",
+    itl_goal: ItlGoal = "100ms",
+    draft: Draft = "auto",
+    context: ContextTokens = 0,
+    kv_tokens: KVTokens = 0,
+    dtype: Dtype = "auto",
     kv: KVForm = "auto",
     kv_ram: KVRam = "off",
     kv_disk: KVDisk = "off",
     experts_in_ram: ExpertsInRam = "none",
-    template_keywords: Annotated[
-        str,
-        typer.Option(
-            "--template-keywords",
-            metavar="JSON",
-            help="Keywords of the chat template where a request names none: '{\"enable_thinking\": false}'.",
-            show_default=False,
-        ),
-    ] = "",
-    activations: Annotated[
-        str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
-    ] = "bf16",
-    rebalance: Annotated[
-        str,
-        typer.Option(
-            "--rebalance",
-            metavar="[now|auto|off]",
-            help="Place a served model again: now, auto (again whenever another placement is clearly better) or off.",
-            show_default=False,
-        ),
-    ] = "",
+    template_keywords: TemplateKeywords = "",
+    activations: Activations = "bf16",
+    rebalance: Rebalance = "",
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Fetch the model without a question if no machine has it.")
     ] = False,
@@ -154,19 +173,13 @@ def serve(
     from edgepipe.cli.admin import ask_node
     from edgepipe.wire.serving import Moves
 
-    for flag, given in (("--nodes", nodes), ("--first", first), ("--exclude", exclude), ("--rebalance", rebalance)):
-        if given and plan:
-            raise ConfigInvalid(f"{flag} and --plan contradict each other", next_step="give one of them")
+    _refuse_contradictions(
+        model, plan=plan, nodes=nodes, first=first, exclude=exclude, rebalance=rebalance, replicas=replicas
+    )
     if rebalance not in _MOVES:
         raise ConfigInvalid(f"--rebalance cannot be '{rebalance}'", next_step="give now, auto or off")
     if objective not in ("", "latency", "throughput"):
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
-    if rebalance and replicas:
-        raise ConfigInvalid(
-            "--rebalance and --replicas contradict each other",
-            fact="stages move, the number of pipelines stays",
-            next_step=f"edgepipe stop {model}, then serve it with --replicas",
-        )
     num_replicas, auto_replicas = checked_replicas(replicas, plan=plan, first=first)
     many = auto_replicas or num_replicas > 1  # replicas are for many chats
     request = serve_request(
@@ -219,6 +232,21 @@ def serve(
         return
     for engine in engines:
         print(f"{engine.title} is ready: {describe_stages(engine)}")
+
+
+def _refuse_contradictions(
+    model: str, *, plan: str, nodes: int, first: str, exclude: str, rebalance: str, replicas: str
+) -> None:
+    """Raise ConfigInvalid if two of these flags cannot be obeyed together."""
+    for flag, given in (("--nodes", nodes), ("--first", first), ("--exclude", exclude), ("--rebalance", rebalance)):
+        if given and plan:
+            raise ConfigInvalid(f"{flag} and --plan contradict each other", next_step="give one of them")
+    if rebalance and replicas:
+        raise ConfigInvalid(
+            "--rebalance and --replicas contradict each other",
+            fact="stages move, the number of pipelines stays",
+            next_step=f"edgepipe stop {model}, then serve it with --replicas",
+        )
 
 
 def serve_request(

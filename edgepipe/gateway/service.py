@@ -393,7 +393,7 @@ async def _preload(entry: ModelEntry) -> None:
 def listen(*, host: str, port: int) -> socket.socket:
     """Open a listening socket for ``serve``. Raises PortInUse."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle's algorithm on
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

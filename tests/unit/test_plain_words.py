@@ -34,20 +34,24 @@ _TRANSLATORS = ("plain", "plain_call", "plain_fetch", "from_rpc_error")
 
 
 @cache
-def _modules() -> list[tuple[Path, ast.Module]]:
-    paths = [path for folder in _SOURCES for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name]
-    return [(path, ast.parse(path.read_text())) for path in paths]
+def _modules() -> list[tuple[Path, list[ast.ClassDef], list[ast.ExceptHandler]]]:
+    """Classes and handlers of each module."""
+    found: list[tuple[Path, list[ast.ClassDef], list[ast.ExceptHandler]]] = []
+    for path in (path for folder in _SOURCES for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        found.append((path, classes, [node for node in nodes if isinstance(node, ast.ExceptHandler)]))
+    return found
 
 
 def _own_exceptions() -> set[str]:
     """Names of exceptions that edgepipe defines: their texts are written for people."""
     names = {cls.__name__ for cls in all_errors()}
-    for _, tree in _modules():
+    for _, classes, _ in _modules():
         names |= {
             node.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            and any("Error" in ast.unparse(b) or "Exception" in ast.unparse(b) for b in node.bases)
+            for node in classes
+            if any("Error" in ast.unparse(b) or "Exception" in ast.unparse(b) for b in node.bases)
         }
     return names
 
@@ -75,8 +79,8 @@ def _leaks() -> list[str]:
     own = _own_exceptions()
     errors = {cls.__name__ for cls in all_errors()}
     found: list[str] = []
-    for path, tree in _modules():
-        for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
+    for path, _, handlers in _modules():
+        for handler in handlers:
             if handler.name is None or handler.type is None:
                 continue
             kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -84,7 +88,11 @@ def _leaks() -> list[str]:
                 continue
             for call in (node for node in ast.walk(handler) if isinstance(node, ast.Call)):
                 parts = [*call.args, *(word.value for word in call.keywords)]
-                if ast.unparse(call.func) in errors and any(_untranslated(part, handler.name) for part in parts):
+                if (
+                    isinstance(call.func, ast.Name)
+                    and call.func.id in errors
+                    and any(_untranslated(part, handler.name) for part in parts)
+                ):
                     found.append(f"{path.relative_to(_PACKAGE.parent)}:{call.lineno}")
     return found
 
