@@ -80,12 +80,46 @@ class Acceptance:
         return next(share for share, until in self._parts if until is None or position < until)
 
 
+@dataclass(frozen=True, slots=True)
+class RightByPlace:
+    """The share of right drafts by their place in a window, if those before them are right."""
+
+    shares: tuple[float, ...]  # of the first place, the second, ...; the last one for all later places
+
+    def at(self, place: int) -> float:
+        """Return the share at ``place``, counted from 0."""
+        return self.shares[min(place, len(self.shares) - 1)]
+
+    @property
+    def by_place(self) -> tuple[float, ...]:
+        """The shares of all drafts that a window may have."""
+        return tuple(map(self.at, range(MOST_DRAFTS)))
+
+
+RIGHT = RightByPlace((0.7,))
+"""Assumed of a draft model. Texts differ: quotes have more, new prose may have half as many."""
+
+MTP_RIGHT = RightByPlace((0.8, 0.7, 0.6))
+"""Assumed of the model's own layer: it is trained for the first draft, and continues with its own output behind that.
+Three drafts then give 2.7 tokens a turn."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImaginedDrafts:
-    """An imagined draft model."""
+    """An imagined draft model, or a layer of the model that drafts."""
 
     acceptance: Acceptance
     token_s: float  # seconds that a draft takes
+    by_place: RightByPlace = RightByPlace((1.0,))  # factor on ``acceptance``
+
+    def right(self, position: int, place: int) -> float:
+        """Return the probability that a draft is right: the token at ``position``, at ``place`` in its window."""
+        return self.acceptance.at(position) * self.by_place.at(place)
+
+    @classmethod
+    def by_own_layer(cls, token_s: float) -> ImaginedDrafts:
+        """Return the drafts of the model's own layer; ``token_s``: seconds of each."""
+        return cls(acceptance=Acceptance("1"), token_s=token_s, by_place=MTP_RIGHT)
 
     @classmethod
     def of(cls, text: str) -> ImaginedDrafts:

@@ -16,6 +16,8 @@ from edgepipe.cli.views.comparing import Variant, read_comparisons
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
+    from edgepipe.backend.drafting import ImaginedDrafts
+    from edgepipe.simulation.imagined import Imagined
     from edgepipe.simulation.report import RunReport
     from edgepipe.simulation.simulator import Run
 
@@ -177,14 +179,18 @@ def _fixed_micro_batches(text: str) -> int:
 
 def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     """Make one run per pipeline of the layout. Raises ConfigInvalid, ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
-    from edgepipe.backend.drafting import ImaginedDrafts
+    from dataclasses import replace
+
     from edgepipe.scheduler import make_policy
     from edgepipe.scheduler.pacing import parse_itl_goal
     from edgepipe.simulation.imagined import imagine
     from edgepipe.simulation.layouts import Layout, clusters_of, shares
     from edgepipe.simulation.simulator import Run
+    from edgepipe.spec.drafting import drafting
 
     cluster = options.imagined_cluster(settings, devices=settings["devices"])
+    if settings["draft"] == "mtp":
+        cluster = replace(cluster, config=drafting(cluster.config, settings["as-model"]))
     layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
     clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
@@ -194,15 +200,24 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     }
     return [
         Run(
-            cluster=imagine(each),
+            cluster=imagined,
             workload=share,
             policy=make_policy(settings["policy"]),
             itl_goal_s=parse_itl_goal(settings["itl-goal"]),
             batch_way=settings["policy"] if settings["policy"] in ("temporal", "auto") else "",
-            drafts=None if settings["draft"] == "off" else ImaginedDrafts.of(settings["draft"]),
+            drafts=_drafts(settings["draft"], imagined),
             micro_batches=_fixed_micro_batches(settings["micro-batches"]),
             label=label,
             settings={**shown, "model": settings["as-model"], "workload": workload.description},
         )
-        for each, share in zip(clusters, shares(workload, len(clusters)), strict=True)
+        for imagined, share in zip(map(imagine, clusters), shares(workload, len(clusters)), strict=True)
     ]
+
+
+def _drafts(text: str, imagined: Imagined) -> ImaginedDrafts | None:
+    """Return what drafts in a simulation; None: nothing. Raises ConfigInvalid."""
+    from edgepipe.backend.drafting import ImaginedDrafts
+
+    if text == "off":
+        return None
+    return ImaginedDrafts.by_own_layer(imagined.draft_s) if text == "mtp" else ImaginedDrafts.of(text)

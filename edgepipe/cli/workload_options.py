@@ -62,8 +62,8 @@ _CLUSTER = (
         "draft",
         "DRAFTS",
         str,
-        "Draft model: the share of its drafts that are right, and the time of each, such as 0.7,3ms; lookup; or off. "
-        " [default: off]",
+        "Draft model: the share of its drafts that are right, and the time of each, such as 0.7,3ms; off; mtp (the "
+        "model's own layer) for simulate; lookup for bench.  [default: off]",
     ),
     _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
     _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),

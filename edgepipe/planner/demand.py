@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+import numpy as np
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.planner.profiles import Speed, StepParts
@@ -112,13 +114,24 @@ def batch_parts(speed: Speed, demand: Demand, rows: float) -> StepParts:
     """Interpolate a decode step's times for a fractional number of rows, since micro-batches differ by one row."""
     low = max(1, int(rows))
     share = max(0.0, rows - low)
-    below = speed.parts(decode_work(low, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))
+    below = _decode_parts(speed, demand, low)
     if not share:
         return below
-    above = speed.parts(decode_work(low + 1, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))
-
+    above = _decode_parts(speed, demand, low + 1)
     return StepParts(
         base_s=below.base_s + share * (above.base_s - below.base_s),
         layer_s=below.layer_s + share * (above.layer_s - below.layer_s),
         head_s=below.head_s + share * (above.head_s - below.head_s),
     )
+
+
+def _decode_parts(speed: Speed, demand: Demand, rows: int) -> StepParts:
+    """Return a decode step's times.
+
+    A layer that predicts one token more takes none, except of prompts: it runs behind a step, where drafts are wanted.
+    """
+    work = decode_work(rows, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share)
+    parts = speed.parts(work)
+    if demand.config.has_mtp and work.tokens == rows:
+        return replace(parts, layer_s=np.append(parts.layer_s[:-1], 0.0))
+    return parts

@@ -1,47 +1,61 @@
-"""What a draft model would bring to one chat on a plan, by the rule with which engines choose windows. PURE."""
+"""What drafts would bring to one chat on a plan, by the rule with which engines choose windows. PURE."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgepipe.backend.cost import StepWork
+from edgepipe.backend.drafting import MTP_RIGHT, RIGHT
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Ring
 from edgepipe.planner.plan import Plan
+from edgepipe.planner.profiles import Machine
 from edgepipe.scheduler.drafting import Drafting
-
-RIGHT = 0.7
-"""Assumed share of drafts that are right. Texts differ: quotes have more, new prose may have half as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftForecast:
-    """A draft model beside the head, and one chat that uses it."""
+    """What drafts beside the head, and one chat that uses it."""
 
+    source: str  # "model": a draft model; "mtp": the model's own layer
     machine: str  # name of the machine that holds it
-    num_bytes: int  # its memory there, KV included
+    num_bytes: int  # its memory there; with KV for a draft model, whose KV is not the plan's
     draft_s: float  # time of one draft
-    right: float  # assumed share of drafts that are right
+    right: tuple[
+        float, ...
+    ]  # assumed share of right drafts by place, if those before are right; the last for all later
     count: int  # drafts of a turn that give most; 0: none would pay
     factor: float  # tokens per second over those without drafts
     tokens_per_s: float
 
 
 def draft_forecast(found: Plan, cluster: Cluster) -> DraftForecast | None:
-    """Forecast one chat with the plan's draft model; None without one."""
-    need = found.demand.weights.draft
-    if need is None:
+    """Forecast one chat with the plan's draft model, or else with the model's own layer; None without both."""
+    demand = found.demand
+    if demand.weights.draft is None and not demand.config.has_mtp:
         return None
-    ring = Ring(found.demand, found.placed, {machine.node_id: machine for machine in cluster.machines}, cluster.links)
-    machine = next(stage.machine for stage in found.stages if stage.part.head)
-    draft_s = machine.speed.token_s(need.config, need.weights, context_tokens=found.demand.read_tokens)
-    drafting = Drafting(lambda rows: ring.of(1, rows).turn_s, lambda: draft_s)
-    count, factor = drafting.forecast(RIGHT)
+    source, right = ("mtp", MTP_RIGHT) if demand.weights.draft is None else ("model", RIGHT)
+    stage = next(stage for stage in found.stages if stage.part.head)
+    sizes = stage.machine.room.sizes(demand.config, demand.weights)
+    draft_s = _draft_s(found, stage.machine)
+    ring = Ring(demand, found.placed, {machine.node_id: machine for machine in cluster.machines}, cluster.links)
+    count, factor = Drafting(lambda rows: ring.of(1, rows).turn_s, lambda: draft_s).forecast(right.by_place)
     return DraftForecast(
-        machine=machine.name,
-        num_bytes=machine.room.sizes(found.demand.config, found.demand.weights).draft_model,
+        source=source,
+        machine=stage.machine.name,
+        num_bytes=sizes.draft_model or sizes.of_mtp(stage.part),
         draft_s=draft_s,
-        right=RIGHT,
+        right=right.shares,
         count=count,
         factor=factor,
         tokens_per_s=found.single.tokens_per_s * factor,
     )
+
+
+def _draft_s(found: Plan, machine: Machine) -> float:
+    """Return the time of one draft on the machine with the head. The model's own layer needs that head, too."""
+    demand = found.demand
+    if (need := demand.weights.draft) is not None:
+        return machine.speed.token_s(need.config, need.weights, context_tokens=demand.read_tokens)
+    parts = machine.speed.parts(StepWork.of_rows([demand.read_tokens], [1], logit_rows=1))
+    return parts.base_s + float(parts.layer_s[-1]) + parts.head_s

@@ -46,7 +46,7 @@ class Preview:
     long_prompt: LongPrompt | None = None  # None: the context or the KV room is too short
     alternatives: tuple[Alternative, ...] = ()
     helps: tuple[Alternative, ...] = ()
-    drafts: DraftForecast | None = None  # of the draft model; None: the plan has none
+    drafts: DraftForecast | None = None  # None: the plan counts nothing that drafts
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
     note: str = ""  # note on a wish that changes nothing, for people
@@ -90,7 +90,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
         "long_prompt": None
         if shown.long_prompt is None
         else {"alone": asdict(shown.long_prompt.alone), "beside_many_chats": asdict(shown.long_prompt.beside)},
-        "draft_model": None if shown.drafts is None else asdict(shown.drafts),
+        "drafts": None if shown.drafts is None else asdict(shown.drafts),
         "alternatives": [
             {"what": option.what, "why_not": option.why_not, **_rates(option.plan)} for option in shown.alternatives
         ],

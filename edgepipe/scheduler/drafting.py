@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import inf
+from math import inf, prod
 from operator import mul
 
 from edgepipe.backend.drafting import MOST_DRAFTS, NO_DRAFTS, Drafts, DraftSource
@@ -147,13 +147,13 @@ class Drafting:
         self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
         self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
 
-    def forecast(self, right: float) -> tuple[int, float]:
-        """Return how many drafts a lone sequence's window has if each is right with this probability, and the factor.
+    def forecast(self, chances: Sequence[float]) -> tuple[int, float]:
+        """Return how many drafts a lone sequence's window has, and the factor, which is that of ``DraftStats``.
 
-        The factor is that of ``DraftStats``.
+        ``chances``: for each place in the window, the probability that a draft is right if those before it are.
         """
-        count = self._best(Share(rows=1, alone=True), (right,) * MOST_DRAFTS)
-        tokens = sum(right**place for place in range(count + 1))
+        count = self._best(Share(rows=1, alone=True), chances)
+        tokens = sum([prod(chances[:right]) for right in range(count + 1)])
         return count, tokens * self._period_s(1) / (self._period_s(1 + count) + count * self._draft_s())
 
     def stats(self) -> DraftStats:

@@ -51,7 +51,7 @@ class SimulatedDrafts:
         """``position``: of the first token that the row samples after."""
         draws = self._random.random(MOST_DRAFTS)
         right = 0
-        while right < samples - 1 and draws[right] < self._drafts.acceptance.at(position + 1 + right):
+        while right < samples - 1 and draws[right] < self._drafts.right(position + 1 + right, right):
             right += 1
         return (_TOKEN,) * (1 + right)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from edgepipe.backend.cost import CostModel
+from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
@@ -17,7 +17,7 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import plan
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
-from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.kv_forms import block_tokens
 from edgepipe.spec.memory_classes import MOST_TOKENS, memory_classes
 from edgepipe.units import LinkShape, format_bytes
@@ -26,6 +26,7 @@ from edgepipe.weights.weight_table import FLOATS, WeightTable
 _BYTES_PER_VALUE = 2  # bf16, on links
 _KV_SHARE = 0.9  # share of the memory that the weights leave free
 _CONVERSATION_TOKENS = 4096  # a long chat; the placement reserves room for it
+_READ_TOKENS = 1024  # that a draft attends to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Imagined:
     limits: SchedulerLimits
     row_bytes: int  # bytes of one token's activations on a link
     plan: str = ""  # the placement: "a:0-15,b:16-31"
+    draft_s: float = 0.0  # time of a draft by the model's own layer; 0: it has none
 
 
 def imagine(cluster: ImaginedCluster) -> Imagined:
@@ -91,7 +93,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     stages = [
         RingStage(
             name=f"{name} {keys[name]} {part.layers}",
-            step_s=cost.slice_cost(part).step_s,
+            step_s=_step_s(cost, part, drafts=cluster.config.has_mtp and part.head),
             link=cluster.link if not part.head else LinkShape(one_way_s=cluster.link.one_way_s if part.index else 0.0),
             token_bytes=0 if part.head else row_bytes,
             jitter=devices[name].jitter,
@@ -106,7 +108,29 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         limits=_limits(cluster, devices, parts, most_slots=found.most_slots),
         row_bytes=row_bytes,
         plan=",".join(f"{stage.node_id}:{stage.part.layers}" for stage in placed),
+        draft_s=_draft_s(parts[-1][2], parts[-1][1]) if cluster.config.has_mtp else 0.0,
     )
+
+
+def _step_s(cost: CostModel, part: Slice, *, drafts: bool) -> Callable[[StepWork], float]:
+    """Return the time of steps on a slice. ``drafts``: its last layer predicts one token more.
+
+    Such a layer computes prompts in their steps. Of decodes it runs behind a step, where drafts are wanted.
+    """
+    whole = cost.slice_cost(part)
+    if not drafts:
+        return whole.step_s
+    if len(part.layers) == 1:
+        decodes = cost.mean_cost(0, head=True)
+    else:
+        decodes = cost.slice_cost(replace(part, layers=LayerRange(part.layers.start, part.layers.end - 1)))
+    return lambda work: (decodes if work.tokens == work.logit_rows else whole).step_s(work)
+
+
+def _draft_s(cost: CostModel, part: Slice) -> float:
+    """Return the time of one draft by the last layer of the slice with the head, which needs that head, too."""
+    last = LayerRange(part.layers.end - 1, part.layers.end)
+    return cost.slice_cost(replace(part, layers=last)).step_s(StepWork.of_rows([_READ_TOKENS], [1], logit_rows=1))
 
 
 def _interleaved(placed: Sequence[Placed], slices: int) -> str:

@@ -193,6 +193,12 @@ class ResidentSizes:
         """Return the bytes of a slice on the device."""
         return sum(self.layers[part.layers.start : part.layers.end]) + self.of_tables(part)
 
+    def of_mtp(self, part: Slice) -> int:
+        """Return the bytes that a slice has for the layer that predicts one token more, its embedding included."""
+        if not self.drafts:
+            return 0
+        return self.of_slice(part) - replace(self, layers=self.layers[:-1], drafts=False).of_slice(part)
+
 
 @lru_cache(maxsize=64)
 def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtype: str) -> ResidentSizes:

@@ -236,11 +236,12 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
 
 
 def _drafts(drafts: DraftForecast) -> str:
-    """Describe what a draft model brings to one chat."""
+    """Describe what drafts bring to one chat."""
+    shares = [f"{share:.0%}" for share in drafts.right[: max(1, drafts.count)]]
+    right = f"if {', '.join(shares)} are right"
     if not drafts.count:
-        return f"none pays: {format_duration_s(drafts.draft_s)} each, if {drafts.right:.0%} are right"
-    drafted = f"{drafts.count} a turn, {format_duration_s(drafts.draft_s)} each"
-    return f"{drafts.factor:.2f}x: {drafted}, if {drafts.right:.0%} are right"
+        return f"none pays: {format_duration_s(drafts.draft_s)} each, {right}"
+    return f"{drafts.factor:.2f}x: {drafts.count} a turn, {format_duration_s(drafts.draft_s)} each, {right}"
 
 
 def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str]]:

@@ -142,3 +142,24 @@ def test_values_of_comparisons() -> None:
         read_comparisons(["link=ideal", "link=1gbit"], keys=("link",))
     with pytest.raises(ConfigInvalid, match="too many"):
         read_comparisons([f"link={','.join(f'{i}mbit' for i in range(1, 18))}"], keys=("link",))
+
+
+def test_drafts_by_the_model_s_own_layer_are_simulated(run: Run) -> None:
+    lone = (
+        "simulate",
+        "--devices",
+        "2x rtx4090",
+        "--requests",
+        "1",
+        "--output-tokens",
+        "400",
+        "--draft",
+        "mtp",
+        "--json",
+    )
+    (row,) = json.loads(run(*lone, "--as-model", "qwen3.6-27b:q4_k_m").out)["runs"]
+    (plain,) = json.loads(run(*lone, "--as-model", "qwen3.6-27b:q4_k_m", "--draft", "off").out)["runs"]
+    assert 1.3 < row["output_tokens_per_s"] / plain["output_tokens_per_s"] < 2.7
+    refused = run(*lone, "--as-model", "llama-3.1-8b")
+    assert refused.code == 2
+    assert "cannot draft with a layer of its own" in refused.err

@@ -1,4 +1,4 @@
-"""What plans say of draft models: the time of a draft, the window that pays, and the factor."""
+"""What plans say of drafts: the time of a draft, the window that pays, and the factor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.backend.devices import parse_devices
-from edgepipe.backend.drafting import ImaginedDrafts
+from edgepipe.backend.drafting import MTP_RIGHT, RIGHT, ImaginedDrafts
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.draft_forecast import RIGHT, DraftForecast, draft_forecast
+from edgepipe.planner.draft_forecast import DraftForecast, draft_forecast
 from edgepipe.planner.drift import ScaledSpeed
-from edgepipe.planner.plan import plan
+from edgepipe.planner.plan import Plan, plan
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate
@@ -35,6 +36,12 @@ def _cluster(model: str, devices: str, draft: str) -> Cluster:
 
 
 def _forecast(cluster: Cluster) -> DraftForecast:
+    found = draft_forecast(_plan(cluster), cluster)
+    assert found is not None
+    return found
+
+
+def _plan(cluster: Cluster) -> Plan:
     demand = Demand(
         config=cluster.config,
         weights=cluster.weights,
@@ -44,18 +51,11 @@ def _forecast(cluster: Cluster) -> DraftForecast:
         must_keep_tokens=0,
         read_tokens=1024,
     )
-    nodes = Constraints(num_nodes=len(cluster.machines))
-    found = draft_forecast(plan(demand, cluster.machines, cluster.links, nodes), cluster)
-    assert found is not None
-    return found
+    return plan(demand, cluster.machines, cluster.links, Constraints(num_nodes=len(cluster.machines)))
 
 
-def test_the_forecast_is_what_a_simulation_of_such_a_draft_model_gives() -> None:
-    found = _forecast(_cluster("llama-3.3-70b:q4_k_m", "3x rtx4090", "llama-3.2-3b:q4_k_m"))
-    assert 0.003 < found.draft_s < 0.007, "2 GB of weights at 1 TB/s, and the overheads of 28 layers"
-    assert found.machine == "a", "the planner put the head there"
-    config, weights = named_model("llama-3.3-70b:q4_k_m")
-    devices = ImaginedCluster(devices=["rtx4090"] * 3, config=config, weights=weights, link=LINK)
+def _simulated_factor(devices: ImaginedCluster, drafts: ImaginedDrafts) -> float:
+    """Return a lone chat's speed with drafts over that without."""
     workload = make_workload(
         WorkloadSpec(
             arrivals=Arrivals.CLOSED,
@@ -66,9 +66,18 @@ def test_the_forecast_is_what_a_simulation_of_such_a_draft_model_gives() -> None
         )
     )
     run = Run(cluster=imagine(devices), workload=workload, policy=make_policy("throttled"))
-    imagined = ImaginedDrafts.of(f"{RIGHT},{1e3 * found.draft_s:.3f}ms")
-    off, on = (simulate(replace(run, drafts=drafts)).steady_tokens_per_s for drafts in (None, imagined))
-    assert found.factor == pytest.approx(on / off, rel=0.08)
+    off, on = (simulate(replace(run, drafts=each)).steady_tokens_per_s for each in (None, drafts))
+    return on / off
+
+
+def test_the_forecast_is_what_a_simulation_of_such_a_draft_model_gives() -> None:
+    found = _forecast(_cluster("llama-3.3-70b:q4_k_m", "3x rtx4090", "llama-3.2-3b:q4_k_m"))
+    assert 0.003 < found.draft_s < 0.007, "2 GB of weights at 1 TB/s, and the overheads of 28 layers"
+    assert found.machine == "a", "the planner put the head there"
+    config, weights = named_model("llama-3.3-70b:q4_k_m")
+    devices = ImaginedCluster(devices=["rtx4090"] * 3, config=config, weights=weights, link=LINK)
+    imagined = ImaginedDrafts.of(f"{RIGHT.at(0)},{1e3 * found.draft_s:.3f}ms")
+    assert found.factor == pytest.approx(_simulated_factor(devices, imagined), rel=0.08)
     assert found.factor > 1.7
 
 
@@ -83,3 +92,55 @@ def test_drafts_of_a_device_that_is_slower_than_its_data_sheet_are_slower_too() 
     fast, slow = _forecast(cluster), _forecast(replace(cluster, machines=slower))
     assert slow.draft_s == pytest.approx(1.5 * fast.draft_s)
     assert slow.num_bytes == fast.num_bytes
+
+
+def _with_own_layer(model: str, devices: str) -> tuple[Cluster, Cluster]:
+    """Return a cluster without and with the model's own layer for drafts."""
+    config, weights = named_model(model)
+    plain = known_cluster(parse_devices(devices), config, link=LINK, weights=weights)
+    return plain, known_cluster(parse_devices(devices), config.with_mtp(), link=LINK, weights=weights)
+
+
+@pytest.mark.parametrize("model", ["qwen3.6-27b:q4_k_m", "qwen3.6-35b-a3b:q4_k_m"])
+def test_the_forecast_of_the_model_s_own_layer_is_what_a_simulation_of_it_gives(model: str) -> None:
+    plain, drafting = _with_own_layer(model, "2x rtx4090")
+    found, placed = _forecast(drafting), _plan(drafting)
+    devices = ImaginedCluster(
+        devices=["rtx4090"] * 2, config=drafting.config, weights=drafting.weights, link=LINK, context_length=4096
+    )
+    own = ImaginedDrafts.by_own_layer(imagine(devices).draft_s)
+    assert found.draft_s == pytest.approx(own.token_s, rel=0.02)
+    assert found.factor == pytest.approx(_simulated_factor(devices, own), rel=0.1)
+    assert (found.source, found.right) == ("mtp", MTP_RIGHT.shares)
+    assert found.count >= 2
+    assert 1.3 < found.factor < 2.7, "less than the tokens of a window whose rows and drafts cost nothing"
+    assert found.num_bytes == pytest.approx(
+        sum(stage.weight_bytes for stage in placed.stages) - sum(stage.weight_bytes for stage in _plan(plain).stages)
+    )
+
+
+def test_a_draft_by_the_model_s_own_layer_takes_that_layer_and_the_head() -> None:
+    _, drafting = _with_own_layer("qwen3.6-27b:q4_k_m", "rtx4090")
+    draft_s = _forecast(drafting).draft_s
+    parts = drafting.machines[0].speed.parts(StepWork.of_rows([1024], [1], logit_rows=1))
+    assert parts.head_s < draft_s < parts.base_s + parts.head_s + 1.15 * parts.layer_s[-2], (
+        "and a product of both inputs"
+    )
+    turn_s = _plan(drafting).single.turn_s
+    assert 8 * draft_s < turn_s, "64 layers take longer"
+
+
+def test_an_answer_without_drafts_does_not_pay_for_the_layer_that_drafts() -> None:
+    plain, drafting = (_plan(each) for each in _with_own_layer("qwen3.6-27b:q4_k_m", "2x rtx4090"))
+    assert drafting.single.turn_s == pytest.approx(plain.single.turn_s, rel=1e-6)
+    assert drafting.many.tokens_per_s == pytest.approx(plain.many.tokens_per_s, rel=0.03)
+    prompts = drafting.prompt.first_token_s / plain.prompt.first_token_s
+    assert 1.0 < prompts < 1.04, "prompts do: the layer computes them in their steps"
+
+
+def test_the_model_s_own_layer_is_right_less_often_the_further_it_guesses() -> None:
+    drafts = ImaginedDrafts.by_own_layer(0.001)
+    shares = [drafts.right(500, place) for place in range(5)]
+    assert shares == [0.8, 0.7, 0.6, 0.6, 0.6]
+    falling = ImaginedDrafts.of("0.8:200,0.1,1ms")
+    assert [falling.right(199, 3), falling.right(200, 0)] == [0.8, 0.1]
