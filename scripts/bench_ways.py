@@ -1,9 +1,10 @@
 """Ways to fill the steps of a batch: what each gives, and what ``auto`` chooses, on 12 simulated mixes.
 
-Run as ``scripts/bench ways [MIX...] [SEEDS]``: places of mixes from 0, such as ``scripts/bench ways 0,3 2``, or
-``paper`` for TD-Pipe's comparison. A mix takes one to three minutes of one core. The rivals of ``auto`` are all ways
-that it may choose from and Sarathi at two larger budgets, each over the whole run. ``auto`` begins with the default
-way, sees no length before an answer has ended, and predicts with other seeds.
+Run as ``scripts/bench ways [MIX...] [SEEDS]``: places of mixes from 0, such as ``scripts/bench ways 0,3 2``. A mix
+takes one to three minutes of one core. ``paper`` repeats TD-Pipe's comparison; ``emulated [MIX...]`` measures on the
+runtime itself (``emulated_ways.py``). The rivals of ``auto`` are all ways that it may choose from and Sarathi at two
+larger budgets, each over the whole run. ``auto`` begins with the default way, sees no length before an answer has
+ended, and predicts with other seeds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 from dataclasses import replace
 
+from emulated_ways import emulated_rows, lengths_of
 from figures import Row, at_least, print_rows
 
 from edgepipe.backend.devices import parse_devices
@@ -22,8 +24,6 @@ from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import (
     Arrivals,
-    FixedLengths,
-    Lengths,
     LognormalLengths,
     Workload,
     WorkloadSpec,
@@ -78,12 +78,7 @@ def cluster_of(mix: tuple[str, str, str, str], seed: int, *, max_running: int = 
 
 
 def workload_of(lengths: str, seed: int) -> Workload:
-    prompt: Lengths
-    output: Lengths
-    if "+" in lengths:
-        prompt, output = (FixedLengths(tokens=int(tokens)) for tokens in lengths.split("+"))
-    else:
-        prompt, output = named_lengths(lengths)
+    prompt, output = lengths_of(lengths)
     spec = WorkloadSpec(
         arrivals=Arrivals.CLOSED,
         concurrency=LINES_UNDER_WAY,
@@ -145,6 +140,10 @@ def paper_rows() -> list[Row]:
 
 def main() -> None:
     """Simulate and print one table."""
+    if sys.argv[1:2] == ["emulated"]:
+        rows = emulated_rows(sys.argv[2:])
+        print_rows("ways, emulated", rows)
+        sys.exit(any(row.met is False for row in rows))
     if sys.argv[1:] == ["paper"]:
         print_rows("ways, TD-Pipe's comparison", paper_rows())
         return

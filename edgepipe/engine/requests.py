@@ -81,6 +81,12 @@ class Choice:
             return replace(sampling, prompt_logprobs=False)
         return sampling
 
+    @property
+    def has_news(self) -> bool:
+        """Whether its gateway wants something now: its end, its first token or what comes before, a group of tokens."""
+        unsent = len(self.log) - self.sent
+        return self.ending is not None or not self.sent or unsent >= self.request.submission.group_tokens
+
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """Append the next part; drop what a recomputed prompt repeats, and what the request did not ask for."""
         if not self.sampling.prompt_logprobs:

@@ -499,7 +499,7 @@ class RequestTable:
             self._mark(choice)
 
     def _mark(self, choice: Choice) -> None:
-        if choice.request.stream is not None:
+        if choice.request.stream is not None and choice.has_news:
             choice.request.stream.mark(choice)
 
     def _end(self, choice: Choice, ending: Ending) -> None:

@@ -25,6 +25,9 @@ from edgepipe.wire.requests import Submission
 
 _TOKEN_BYTES = 64  # an integer, its references, its text
 _TURN_TOKENS, _TURN_SCORES = 128, 512  # tokens, and those with their alternatives, read at once: some milliseconds
+# Tokens of one message about a choice, for a reader of whole answers. An answer goes on until the gateway finds its
+# stop string, so that groups are small where there is one.
+_GROUP_TOKENS, _STOPPED_GROUP_TOKENS = 32, 8
 _CHOICE_BYTES = 8192  # detokenizer, reader, the engine's link
 
 
@@ -62,6 +65,14 @@ class Completion:
     def num_choices(self) -> int:
         """Number of choices of all prompts."""
         return sum(request.num_choices for request in self.requests)
+
+    def in_groups(self) -> Completion:
+        """Return the completion for a reader that wants whole answers only: tokens come from the engine in groups.
+
+        A message of few tokens costs this process, which serves chats, too, as much as one of many.
+        """
+        group = _STOPPED_GROUP_TOKENS if self.stops else _GROUP_TOKENS
+        return replace(self, requests=tuple(replace(request, group_tokens=group) for request in self.requests))
 
     def prompt_of(self, choice: int) -> int:
         """Return the index of the prompt that a choice answers."""

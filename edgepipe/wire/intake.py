@@ -41,6 +41,7 @@ SUBMISSION_BOUNDS: Mapping[str, Bound] = {
     "ignore_eos": Flag(),
     "stop_token_ids": TokenIds(MAX_STOP_IDS),
     "priority": Within(0, 1),
+    "group_tokens": Within(0, MAX_COUNT),
 }
 """Bounds of every field of Submission except ``sampling``, which has SAMPLING_BOUNDS."""
 

@@ -31,6 +31,9 @@ class Submission:
     stop_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams
     priority: int = 0  # 0 interactive, 1 batch
+    # The engine sends output tokens in groups of so many; the first token comes at once, the last ones with the end.
+    # 0: each step's tokens come at once.
+    group_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,7 @@ def submission_from_wire(message: engine_pb2.Submit) -> Submission:
         stop_token_ids=frozenset(message.stop_token_ids),
         sampling=sampling_from_wire(message.sampling),
         priority=message.priority,
+        group_tokens=message.group_tokens,
     )
 
 
@@ -254,4 +258,5 @@ def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:
         stop_token_ids=sorted(submission.stop_token_ids),
         sampling=sampling_to_wire(submission.sampling),
         priority=submission.priority,
+        group_tokens=submission.group_tokens,
     )

@@ -60,6 +60,7 @@ class LineRunner:
                     wanted.body.model_copy(update=changes), owner=owner, memory=memory
                 )
                 with prepared.ticket:
+                    prepared.completion = prepared.completion.in_groups()
                     choices = await gather(service.run(prepared), prepared.completion.num_choices)
                     body = await self._written(shape.whole(choices))
         except HttpProblem as problem:

@@ -40,6 +40,7 @@ ENGINE: Tables = {
         "max_tokens": _SUBMISSION,
         "stop_token_ids": _SUBMISSION,
         "priority": _SUBMISSION,
+        "group_tokens": _SUBMISSION,
     },
     "Generated": {"ids": _SUBMISSION},
     "Cancel": {"attempt": _CANCEL, "choice": _CANCEL, "at_position": _CANCEL},

@@ -71,6 +71,7 @@ class Submit(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    GROUP_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_choices: _builtins.int
@@ -79,6 +80,10 @@ class Submit(_message.Message):
     ignore_eos: _builtins.bool
     priority: _builtins.int
     """0 interactive, 1 batch"""
+    group_tokens: _builtins.int
+    """Output tokens of a choice that the engine may keep back until it has so many; 0: none. The first token comes at once,
+    and the last ones with the end.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -102,10 +107,11 @@ class Submit(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         priority: _builtins.int = ...,
+        group_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated", b"generated", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated", b"generated", "group_tokens", b"group_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

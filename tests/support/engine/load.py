@@ -99,7 +99,8 @@ class Load:
         opening = rng.choice(self.openings)
         prompt = opening[: rng.randint(0, len(opening))] + [rng.randrange(250) for _ in range(rng.randint(1, 40))]
         max_tokens, choices = rng.randint(1, self.longest), rng.choice([1, 1, 1, 3])
-        gateway.send(submission(name, prompt, max_tokens, num_choices=choices, priority=int(rng.random() < 0.1)))
+        priority, group = int(rng.random() < 0.1), rng.choice([0, 0, 8])
+        gateway.send(submission(name, prompt, max_tokens, num_choices=choices, priority=priority, group_tokens=group))
         if rng.random() < 0.2:
             await gateway.has(name, rng.randint(0, max_tokens))
             gateway.cancel(name, at_position=rng.randint(0, max_tokens))

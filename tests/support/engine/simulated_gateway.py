@@ -125,6 +125,7 @@ class SimulatedGateway:
             ignore_eos=True,
             stop_token_ids=frozenset(draw.sample(range(VOCAB), draw.choice((0, 0, 6)))),
             sampling=SamplingParams(temperature=0.0),
+            group_tokens=draw.choice((0, 0, 4)),
         )
 
     def _take(self, choice: Choice) -> None:

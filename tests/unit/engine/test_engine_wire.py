@@ -47,6 +47,7 @@ def test_a_submission_survives() -> None:
             grammar=GrammarSpec("start: TEXT"),
         ),
         priority=1,
+        group_tokens=32,
     )
     assert submission_from_wire(command_to_wire(submission).submit) == submission
 

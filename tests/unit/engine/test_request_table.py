@@ -25,7 +25,16 @@ from edgepipe.errors import EdgepipeError, QueueFull, RequestInvalid, StepFailed
 from edgepipe.ids import NodeId, RequestId, SequenceId
 from edgepipe.link.channels import MAX_MESSAGE_BYTES
 from edgepipe.sampling import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprobs
-from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
+from edgepipe.scheduler import (
+    EndReason,
+    Event,
+    Scheduler,
+    SchedulerLimits,
+    SequenceEnded,
+    SequenceSpec,
+    ThrottledPolicy,
+    TokenSampled,
+)
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Resumption, Submission, command_to_wire, submission_from_wire
 from edgepipe.wire.sizes import PACKED_BYTES
@@ -165,6 +174,28 @@ async def test_a_gateway_that_has_every_token_goes_on_after_the_last() -> None:
         else:
             table.submit(again, claim)
         assert not await events_of(again)
+    table.close()
+
+
+async def test_an_answer_that_is_read_at_its_end_comes_in_groups() -> None:
+    table, queue = make_table()
+    stream = GatewayStream(NodeId("node"))
+    table.submit(stream, request("a", [1, 2], group_tokens=4))
+    (sequence,) = queue.specs
+    sizes: list[list[int]] = []
+    for position in range(11):
+        table.note([TokenSampled(sequence, position, 7)])
+        sizes.append([len(part.ids) for event in await events_of(stream) for part in event.tokens])
+    assert sizes == [[1], [], [], [], [4], [], [], [], [4], [], []]
+    table.detach(stream)
+    again = GatewayStream(NodeId("node"))
+    table.resume(again, Resumption(request_id=RequestId("a"), have=(9,)))
+    table.note([TokenSampled(sequence, 11, 7)])
+    assert not await events_of(again), "the group is not full"
+    table.note([SequenceEnded(sequence=sequence, reason=EndReason.LENGTH, num_tokens=12)])
+    (event,) = await events_of(again)
+    assert [(part.position, len(part.ids)) for part in event.tokens] == [(9, 3)]
+    assert [ended.num_tokens for ended in event.ended] == [12]
     table.close()
 
 

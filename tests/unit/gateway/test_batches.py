@@ -141,6 +141,21 @@ async def test_lines_run_behind_interactive_requests_in_a_bounded_window(tmp_pat
         assert ended["request_counts"]["failed"] == 0
 
 
+async def test_tokens_of_lines_come_in_groups_and_none_counts_behind_a_stop_string(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    lines = [completion_line(1, prompt="plain"), completion_line(2, prompt="fed|cba", stop="|")]
+    async with batching(tmp_path, engine) as (served, user):
+        ended = await user.ended(await user.begin(jsonl(lines)))
+        assert texts_of(await user.entries(ended["output_file_id"])) == {"id-1": "<nialp>", "id-2": "<abc"}
+        assert ended["usage"]["output_tokens"] == len("<nialp>") + len("<abc|")
+        grouped = {bytes(submit.prompt).decode(): submit.group_tokens for submit in engine.submits}
+        assert grouped["plain"] > grouped["fed|cba"] > 1
+        for stream in (True, False):
+            body = {"prompt": "shown", "service_tier": "flex", "stream": stream}
+            assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+            assert engine.submits[-1].group_tokens == 0
+
+
 async def test_each_key_sees_its_own_files_and_batches(tmp_path: Path) -> None:
     rules = AccessRules.of(keys=KEYS, key_on_loopback=True)
     async with batching(tmp_path, rules=rules) as (served, _):
