@@ -72,6 +72,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the first sequence's blocks": ("Llama", "tables + size_t(sequence) * tables_shape[1]", "tables"),
     "the first sequence's queries": ("Llama", "row = size_t(own[FIRST_ROW] + place / group)", "row = size_t(0)"),
     "rows that adjoin": ("Llama", "row * x_strides[0]", "row * (HEADS * DIM)"),
+    "values that adjoin": ("Llama", "index % DIM * x_strides[3]", "index % DIM"),
     "keys of the first head": ("Llama", "size_t(head) * slots", "size_t(0) * slots"),
     "scales of the keys for values": ("8 bits", "value_scales + first_slot", "key_scales + first_slot"),
     "codes without a sign": (
