@@ -89,8 +89,8 @@ def case_error(
     random = np.random.default_rng(0)
     paged = _pool(form, rows, random)
     sinks = mx.array(random.standard_normal(form.num_heads, np.float32)).astype(form.dtype) if form.sinks else None
-    asked = random.standard_normal((rows[-1].end_row, form.num_heads + 1, 1, form.head_dim), np.float32)
-    queries = mx.array(asked).astype(form.dtype)[:, 1:]  # a part of wider rows
+    asked = random.standard_normal((rows[-1].end_row, form.head_dim, 1, form.num_heads + 1), np.float32)
+    queries = mx.array(asked).astype(form.dtype).swapaxes(1, 3)[:, 1:]  # neither rows, nor heads, nor values adjoin
     scale = 1 / sqrt(form.head_dim)
     arrays = page_arrays(rows, form, scale=scale, cap=_CAP, most_shares=most_shares)
     found, first, worst = _exactly(kernels.attend(queries, paged, arrays, form, sinks))[:, :, 0], 0, 0.0

@@ -17,6 +17,8 @@ MOST_TOKENS = 8
 """New tokens of a sequence that the kernels attend with: a token, or one with drafts behind it."""
 MOST_SHARES = 32
 """Shares of a sequence's keys at most; ``join.metal`` has a lane for each."""
+FEWEST_SHARES = 4
+"""The same where many threadgroups share a share's keys. Then more shares would leave more sums than keys to read."""
 
 CHUNK = 8
 """A head's size is a multiple of this many values."""
@@ -61,8 +63,15 @@ class PageForm:
 
     def queries(self, tokens: int) -> int:
         """Return how many queries a threadgroup takes where a sequence has at most so many new tokens."""
-        most = _MOST_QUERIES if self.value_width <= _WIDE else _MOST_QUERIES // 2
-        return min(most, 1 << (self.group * tokens - 1).bit_length())
+        return min(self._most_queries, 1 << (self.group * tokens - 1).bit_length())
+
+    def most_shares(self, tokens: int) -> int:
+        """Return into how many shares the keys of a sequence with so many new tokens are cut at most."""
+        return max(FEWEST_SHARES, MOST_SHARES // -(-self.group * tokens // self._most_queries))
+
+    @property
+    def _most_queries(self) -> int:
+        return _MOST_QUERIES if self.value_width <= _WIDE else _MOST_QUERIES // 2
 
 
 def page_form(spec: Attention, *, block_size: int, dtype: mx.Dtype, kv: str) -> PageForm | None:
@@ -101,8 +110,8 @@ class PageArrays:
     shares: int  # of the sequence with the most
 
 
-def share_of(num_keys: int, most_shares: int = MOST_SHARES) -> int:
-    """Return how many keys a share of a sequence has: whole batches, and no more shares than ``most_shares``."""
+def share_of(num_keys: int, most_shares: int) -> int:
+    """Return how many keys a share of a sequence has: whole batches."""
     return max(_LEAST_SHARE, -(-num_keys // (most_shares * _BATCH)) * _BATCH)
 
 
@@ -113,7 +122,8 @@ def page_arrays(
     tokens = np.array([row.num_tokens for row in rows], np.int32)
     lengths = np.array([row.length for row in rows], np.int32)
     first = np.maximum(lengths - tokens - form.window + 1, 0) if form.window else np.zeros_like(lengths)
-    share = np.array([share_of(int(count), most_shares) for count in lengths - first], np.int32)
+    of_rows = [min(most_shares, form.most_shares(row.num_tokens)) for row in rows]
+    share = np.array([share_of(*each) for each in zip((lengths - first).tolist(), of_rows, strict=True)], np.int32)
     shares, most = int((-(-(lengths - first) // share)).max()), int(tokens.max())
     tiles = -(-form.group * most // form.queries(most))
     table = np.zeros((len(rows), _COLUMNS), np.int32)

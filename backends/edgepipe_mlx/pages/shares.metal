@@ -1,6 +1,9 @@
-// Body of the kernel of shares: x [T, HEADS, 1, DIM] with any strides of its rows and heads, keys and values
-// [key heads, slots, n] with their scales (the same arrays, if they have none), rows [S, COLUMNS], tables [S, N], numbers [8]: factor and cap of logits,
-// y [rows, HEADS, shares, WIDTH + 2]: sums of values, the highest logit, and the sum of exponentials.
+// Body of the kernel of shares:
+//     x               [T, HEADS, 1, DIM], with any strides
+//     keys, values    [key heads, slots, n], with their scales (the same arrays, if they have none)
+//     rows, tables    [S, COLUMNS] and [S, N]
+//     numbers         [8]: factor and cap of logits
+//     y               [rows, HEADS, shares, WIDTH + 2]: sums of values, the highest logit, and the sum of exponentials
 // A thread's position: lane, simdgroup of a share, tile of queries of a key head of a sequence.
 threadgroup float asked[QUERIES * DIM];
 threadgroup float found[QUERIES * WIDTH];
@@ -8,7 +11,7 @@ threadgroup float ends[SIMDGROUPS * QUERIES * 2];
 const int lane = int(thread_position_in_grid.x);
 const int simdgroup = int(thread_position_in_grid.y) % SIMDGROUPS, share = int(thread_position_in_grid.y) / SIMDGROUPS;
 const int key_heads = keys_shape[0], slots = keys_shape[1], group = HEADS / key_heads;
-// The first sequence has the same columns for all.
+// These columns are the same for all sequences.
 const int tiles = rows[TILES], shares = rows[SHARES];
 const int tile = int(thread_position_in_grid.z) % tiles, head = int(thread_position_in_grid.z) / tiles % key_heads;
 const int sequence = int(thread_position_in_grid.z) / tiles / key_heads;
@@ -32,7 +35,7 @@ for (int index = thread_index; index < QUERIES * DIM; index += threads) {
     float value = 0.0f;
     if (query < queries) {
         const size_t row = size_t(own[FIRST_ROW] + place / group), asking = size_t(head * group + place % group);
-        value = float(x[row * x_strides[0] + asking * x_strides[1] + index % DIM]) * numbers[0];
+        value = float(x[row * x_strides[0] + asking * x_strides[1] + index % DIM * x_strides[3]]) * numbers[0];
     }
     asked[index] = value;
 }

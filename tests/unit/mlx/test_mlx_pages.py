@@ -20,7 +20,7 @@ from edgepipe_mlx import backend as mlx_backend
 from edgepipe_mlx.kv import Paged
 from edgepipe_mlx.pages.checking import case_error, checked_pages, form_errors, page_errors, scattered_rows
 from edgepipe_mlx.pages.kernels import MetalPages, PageKernels, ReferencePages
-from edgepipe_mlx.pages.rows import MOST_SHARES, MOST_TOKENS, PageForm, page_arrays, page_form, share_of
+from edgepipe_mlx.pages.rows import FEWEST_SHARES, MOST_SHARES, MOST_TOKENS, PageForm, page_arrays, page_form, share_of
 
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BackendOptions, SlowPath
@@ -72,6 +72,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the first sequence's blocks": ("Llama", "tables + size_t(sequence) * tables_shape[1]", "tables"),
     "the first sequence's queries": ("Llama", "row = size_t(own[FIRST_ROW] + place / group)", "row = size_t(0)"),
     "rows that adjoin": ("Llama", "row * x_strides[0]", "row * (HEADS * DIM)"),
+    "values that adjoin": ("Llama", "index % DIM * x_strides[3]", "index % DIM"),
     "keys of the first head": ("Llama", "size_t(head) * slots", "size_t(0) * slots"),
     "scales of the keys for values": ("8 bits", "value_scales + first_slot", "key_scales + first_slot"),
     "codes without a sign": (
@@ -103,6 +104,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lower bits a slot too far": ("4 bits", "int(token) + REST", "int(token) + REST + 1"),
     "lower bits as upper ones": ("4 bits", "chunk, STEPS, values", "chunk, 1.0f, values"),
     "the other half of a byte": ("4 bits", "within < half_group ? 0 : 4", "0"),
+    "queries that are not there yet": ("Llama", f"asked[index] = value;\n}}\n{BARRIER}", "asked[index] = value;\n}"),
+    "highest logits that are not there yet": ("Llama", f"{BARRIER}\nfloat highest", "float highest"),
     "queries of the first tile": (
         "latents",
         "place = tile * QUERIES + query;\n    float value",
@@ -160,10 +163,21 @@ def test_any_rows_of_the_reference_round_once(counts: list[tuple[int, int, int]]
     assert case_error(ReferencePages(), FORMS[name], scattered_rows(counts, FORMS[name])) <= 1
 
 
-@given(st.integers(1, 1_000_000))
-def test_shares_cover_all_keys_and_are_few(num_keys: int) -> None:
-    assert share_of(num_keys) * MOST_SHARES >= num_keys
-    assert share_of(num_keys) % 32 == 0
+@given(num_keys=st.integers(1, 1_000_000), tokens=st.integers(1, MOST_TOKENS), name=st.sampled_from(list(FORMS)))
+def test_shares_cover_all_keys_and_are_few(num_keys: int, tokens: int, name: str) -> None:
+    most = FORMS[name].most_shares(tokens)
+    assert FEWEST_SHARES <= most <= MOST_SHARES
+    assert share_of(num_keys, most) * most >= num_keys
+    assert share_of(num_keys, most) % 32 == 0
+
+
+def test_sums_of_shares_are_small_beside_the_keys() -> None:
+    """An 8B's heads at 8,192 tokens: the bytes of shares' sums over those of keys and values."""
+    form = replace(LLAMA, num_heads=32, num_kv_heads=8, head_dim=128, value_width=128)
+    for tokens in (1, 4, 8):
+        arrays = page_arrays(scattered_rows([(8192 - tokens, tokens, 0)], form), form, scale=1, cap=0)
+        sums = tokens * form.num_heads * arrays.shares * (form.value_width + 2) * 4
+        assert sums <= 0.04 * 8192 * form.num_kv_heads * 2 * form.head_dim * 2
 
 
 @needs_compiler
