@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from edgepipe.backend.protocol import DiskBackend, HostMemoryBackend
+from edgepipe.backend.protocol import Backend, DiskBackend, HostMemoryBackend
 from edgepipe.backend.types import BlockRun, RowState, StateWrite, StepRow, TierMove, WindowRuns
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.testing.tiny_model import tiny_config
 from tests.contract.test_windowed_kv import windowed
 from tests.support.backends.maker import Maker
-from tests.support.backends.steps import make_step, run_step, step_row, token_ids
+from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids
 from tests.support.models.recurrent_layers import MODELS
 
 TOKENS = np.random.default_rng(11).integers(1, 31, 36).tolist()
@@ -178,3 +180,75 @@ def test_moves_of_one_step_follow_one_another(maker: Maker) -> None:
         for tokens in (TOKENS, OTHERS)
     ]
     maker.assert_same(found, np.concatenate(expected))
+
+
+@pytest.mark.parametrize("name", ["context", "windows", f"states-{next(iter(MODELS))}"])
+def test_moves_beside_a_submitted_step_change_nothing(maker: Maker, name: str) -> None:
+    """Two chats leave and come back in turns, each beside a step of the other one or of its own that still computes."""
+    model = models()[name]
+    size = maker.block_size
+    has_windows, has_states = any(layer.window for layer in model.layers), bool(model.state_bytes())
+    blocks, kept = -(-len(TOKENS) // size), -(-KNOWN // size)
+    chats = {1: TOKENS, 2: (2 * OTHERS)[: len(TOKENS)]}
+
+    def allocated(*, moving: bool) -> Backend:
+        backend = maker.loaded(model)
+        backend.allocate_kv(
+            num_blocks=4 * blocks,
+            block_size=size,
+            window_blocks=(4 * blocks,) if has_windows else (),
+            state_slots=6 if has_states else 0,
+            host_places=(8, *([8] if has_windows else []), *([4] if has_states else [])) if moving else (),
+        )
+        return backend
+
+    def row(chat: int, position: int, count: int, place: int) -> StepRow:
+        made = step_row(position, count, (place * blocks, blocks), sequence=chat)
+        if has_windows:
+            made = replace(made, windows=(WindowRuns(0, (BlockRun(place * blocks, blocks),)),))
+        # The state behind the known tokens stays as it is: a later step reads it again.
+        state = (
+            RowState(place, (StateWrite(count, 3 + chat),)) if position else RowState(None, (StateWrite(count, place),))
+        )
+        return replace(made, state=state) if has_states else made
+
+    def moves(chat: int, place: int, *, out: bool) -> tuple[TierMove, ...]:
+        host = kept * (chat - 1)
+        moved = [
+            TierMove(number, place * blocks + index, host + index, out)
+            for number in range(1 + has_windows)
+            for index in range(kept)
+        ]
+        return (*moved, *([TierMove(1 + has_windows, place, chat - 1, out)] if has_states else []))
+
+    def run(
+        backend: Backend, steps: Sequence[tuple[int, int, int, int, tuple[TierMove, ...]]]
+    ) -> dict[int, np.ndarray]:
+        """Run steps of (chat, position, tokens, place, moves), several at once; return each chat's last one."""
+        found: dict[int, np.ndarray] = {}
+        waiting: list[tuple[int, Any]] = []
+        for number, (chat, position, count, place, moved) in enumerate(steps):
+            step = replace(make_step([row(chat, position, count, place)], step=number + 1), moves=moved)
+            if len(waiting) == backend.max_submitted:
+                of, ticket = waiting.pop(0)
+                found[of] = result_of(backend.collect(ticket))
+            ids = token_ids(chats[chat][position : position + count])
+            waiting.append((chat, backend.submit(backend.prepare(step), ids)))
+        return found | {of: result_of(backend.collect(ticket)) for of, ticket in waiting}
+
+    moved = run(
+        allocated(moving=True),
+        [
+            (1, 0, KNOWN, 0, ()),
+            (2, 0, KNOWN, 1, moves(1, 0, out=True)),  # written by the step before
+            (2, KNOWN, 2, 1, moves(1, 2, out=False)),
+            (1, KNOWN, 2, 2, moves(2, 1, out=True)),  # its known blocks: the step before read them, and wrote behind
+            (2, KNOWN, 4, 0, moves(2, 0, out=False)),
+            (1, KNOWN, 4, 3, moves(1, 3, out=False)),
+        ],
+    )
+    stayed = run(
+        allocated(moving=False), [(chat, *part, chat, ()) for chat in chats for part in ((0, KNOWN), (KNOWN, 4))]
+    )
+    for chat in chats:
+        maker.assert_same(moved[chat], stayed[chat])
