@@ -116,11 +116,11 @@ async def test_every_token_is_right_though_stages_are_lost(
 ) -> None:
     load = await run_load(
         seed=11,
-        tokens=450,
+        tokens=300,
         contiguous_kv=contiguous_kv,
-        num_gateways=3,
+        num_gateways=2,
         max_blocks=max_blocks,
-        longest=100,
+        longest=70,
         config=config,
         losses=2,
         acceptance="0.7",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from edgepipe.engine.placing import EpochPlacement, Nodes, ReachableNodes
 from edgepipe.errors import NoFeasiblePlacement, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
-from tests.support.engine.lab import engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import QUICK, engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -30,7 +31,7 @@ class Cramped:
 
 async def test_without_room_requests_end_with_what_is_missing_until_a_machine_comes_back() -> None:
     planner = Cramped()
-    async with engine_lab(planner=planner, link="1gbit,2ms") as lab:
+    async with engine_lab(planner=planner, link="1gbit,2ms", timeouts=replace(QUICK, patience_s=0.2)) as lab:
         gateway = await lab.gateway()
         gateway.send(submission("a", PROMPT, 400))
         await gateway.has("a", 5)

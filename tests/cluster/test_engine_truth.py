@@ -28,11 +28,11 @@ async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bo
 async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
     load = await run_load(
         seed=3,
-        tokens=1_100,
+        tokens=700,
         contiguous_kv=False,
-        num_gateways=3,
-        max_blocks=40,
-        longest=100,
+        num_gateways=2,
+        max_blocks=26,
+        longest=70,
         config=EXPERTS,
         losses=2,
     )
@@ -43,11 +43,11 @@ async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
 async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
     await run_load(
         seed=5,
-        tokens=800,
+        tokens=500,
         contiguous_kv=contiguous_kv,
-        num_gateways=3,
+        num_gateways=2,
         max_blocks=160,
-        longest=100,
+        longest=70,
         config=WINDOWS,
         losses=2,
     )
@@ -58,11 +58,11 @@ async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(co
 async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
     load = await run_load(
         seed=7,
-        tokens=3_000,
+        tokens=1_800,
         contiguous_kv=contiguous_kv,
-        num_gateways=3,
+        num_gateways=2,
         max_blocks=160,
-        longest=100,
+        longest=70,
         config=STATES,
         losses=3,
         num_openings=3,
@@ -79,9 +79,9 @@ async def test_every_token_is_right_though_prompts_come_back_from_host_memory(na
     config, kv = TIERS[name]
     load = await run_load(
         seed=9,
-        tokens=800,
+        tokens=500,
         contiguous_kv=contiguous_kv,
-        num_gateways=3,
+        num_gateways=2,
         max_blocks=44,
         max_host_blocks=400,
         longest=60,

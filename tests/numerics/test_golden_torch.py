@@ -22,6 +22,7 @@ from edgepipe.stage.draft_child import DraftRunner  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 
 ITEMS = items()
+FREE_STEPS = 32  # four of seven items have a near tie before; the forced rows go on to 64
 
 
 def build(weights: BF16Weights, num_stages: int, *, dtype: str = "float32", scattered: bool = False) -> Pipeline:
@@ -43,7 +44,7 @@ def pipeline(request: pytest.FixtureRequest, demo_weights: BF16Weights) -> Itera
 
 def test_free_running_ids_are_the_references_up_to_the_first_near_tie(pipeline: Pipeline) -> None:
     """All items decode in one micro-batch: the rows differ in length by up to 645 tokens."""
-    found = pipeline.greedy([item.prompt_ids for item in ITEMS], max(item.num_decided for item in ITEMS))
+    found = pipeline.greedy([item.prompt_ids for item in ITEMS], FREE_STEPS)
     for ids, item in zip(found, ITEMS, strict=True):
         assert_greedy(ids, item)
 
@@ -100,7 +101,7 @@ def test_a_draft_model_gives_the_references_ids(pipeline: Pipeline, demo_weights
     runner = DraftRunner(backend, demo_weights if draft == "itself" else tiny, vocab_size=vocab_size)
     item = min(ITEMS, key=lambda item: len(item.prompt_ids))
     drafter = ModelsGuesses(runner, item.prompt_ids)
-    ids, turns = pipeline.greedy_windows(item.prompt_ids, min(item.num_decided, 30), drafter)
+    ids, turns = pipeline.greedy_windows(item.prompt_ids, min(item.num_decided, 20), drafter)
     assert_greedy(ids, item)
     assert (turns < len(ids) * 0.35) == (draft == "itself")
     backend.close()

@@ -1,6 +1,6 @@
 """MLX on the demo model, alone and mixed with torch: the reference's tokens, cut wherever the model is cut.
 
-MLX's CPU device is for correctness, not speed (7 tokens/s here), so the usual run takes two short prompts and 16 steps.
+MLX's CPU device is for correctness, not speed (7 tokens/s here), so the usual run takes two short prompts and 8 steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.numerics.golden_ids import Item, assert_forced, assert_greedy
 from tests.support.numerics.harness import Logits, Pipeline
 
 MAX_PROMPT_TOKENS = 64
-USUAL_STEPS = 16
+USUAL_STEPS = 8
 USUAL_ITEMS = ("chat_capital", "raw_once")
 
 

@@ -24,7 +24,7 @@ def live(seeds: range, folder: Path) -> None:
 
 
 def test_after_any_history_one_node_runs_each_served_engine(tmp_path: Path) -> None:
-    live(range(150), tmp_path)
+    live(range(100), tmp_path)
 
 
 @pytest.mark.long
