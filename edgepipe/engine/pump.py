@@ -319,7 +319,9 @@ class Pump:
             self._watch.retired()
         self._in_flight.remove(step)
         self.num_retired += 1
-        sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
+        sampled: Sequence[SequenceId] = ()
+        if done.failures or done.logprobs:
+            sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
         failed = {sampled[row]: error for row, error in done.failures}
         if step.home and len(self._stages) > 1:
             self._compare(step.step, [ids[-1] if ids else 0 for ids in done.ids])
@@ -336,7 +338,7 @@ class Pump:
             cached={end.sequence: end.cached_prompt_tokens for end in left if isinstance(end, SequenceEnded)},
         )
         self._on_news(news)
-        self.tokens.add(sum(1 for event in events if isinstance(event, TokenSampled)))
+        self.tokens.add(sum([isinstance(event, TokenSampled) for event in events]))
 
     def _compare(self, step: StepId, ids: list[int]) -> None:
         """Compare a step's tokens from the two stages that tell them: that which sampled them, and that which embeds.
@@ -379,12 +381,12 @@ class Pump:
         return step
 
     def _check(self, site: StageSite, step: ScheduledStep, done: StepDone) -> None:
-        fact, most = "", [samples for samples in step.samples if samples]
+        fact, most = "", step.samples if all(step.samples) else [samples for samples in step.samples if samples]
         counts = [*map(len, done.ids)]
         highest = max([max(row) for row in done.ids if row], default=0)
         failed = {row for row, _ in done.failures}
         if len(counts) != len(most) or any(map(gt, counts, most)):
-            fact = f"step {done.step} samples {most} tokens, {counts} came"
+            fact = f"step {done.step} samples {[*most]} tokens, {counts} came"
         elif highest >= self._vocab_size:
             fact = f"step {done.step} gave token {highest}, the vocabulary ends at {self._vocab_size - 1}"
         elif any(index >= sum(counts) for index, _ in done.logprobs) or any(row >= len(counts) for row in failed):

@@ -35,8 +35,10 @@ class StepRecorder:
 
     def planned(self, step: ScheduledStep, *, micro_batches: int, used_blocks: int) -> None:
         """Record a step that is sent to the stages. ``used_blocks``: KV blocks that sequences hold now."""
-        rows = zip(step.num_tokens, step.samples, strict=True)
-        decodes = [count for count, samples in rows if samples == count]
+        decodes = step.num_tokens
+        if decodes != step.samples:
+            rows = zip(step.num_tokens, step.samples, strict=True)
+            decodes = [count for count, samples in rows if samples == count]
         self._steps[step.step] = _Recorded(
             decode_rows=len(decodes),
             prefill_tokens=len(step.token_ids) - sum(decodes),

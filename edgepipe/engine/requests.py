@@ -67,6 +67,11 @@ class Choice:
     furthest: int = 0  # prompt tokens computed so far, in any epoch
     before: int = 0  # ``position`` at the beginning of the epoch
     begun: bool = False  # the epoch computes it
+    is_scored: bool = field(init=False)  # its request asked for log-probabilities
+
+    def __post_init__(self) -> None:
+        sampling = self.request.submission.sampling
+        self.is_scored = sampling.logprobs or sampling.prompt_logprobs
 
     @property
     def position(self) -> int:
@@ -182,13 +187,13 @@ class GatewayStream:
 
     def mark(self, choice: Choice) -> None:
         """Mark a choice that has tokens or an ending to send."""
-        if self._abandoned:
+        if self._abandoned or choice in self._news:
             return
         if not self._news:
             self._waits_since_s = self._loop.time()
+            self._flushed.clear()
+            self._wake.set()
         self._news[choice] = None
-        self._flushed.clear()
-        self._wake.set()
         if len(self._news) > _MAX_NEWS:
             self.abandon()
 
@@ -243,6 +248,8 @@ class GatewayStream:
 
 def _pack(choice: Choice, packed: EngineNews) -> bool:
     """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
+    if choice.ending is None and not choice.prompt_read and not choice.is_scored:  # of almost every token
+        return _pack_tokens(choice, packed)
     return (
         (not choice.prompt_read or _pack_read(choice, packed))
         and (not choice.prompt_logprobs or _pack_prompt(choice, packed))
@@ -272,11 +279,19 @@ def _pack_prompt(choice: Choice, packed: EngineNews) -> bool:
 
 def _pack_tokens(choice: Choice, packed: EngineNews) -> bool:
     start, known = choice.sent, len(choice.log)
-    scored = bool(choice.logprobs)
+    scored = choice.is_scored and bool(choice.logprobs)
     end = start + packed.reserve(known - start, ID_BYTES + (_logprobs_bytes(choice) if scored else 0))
     if start < end:
         logprobs = choice.logprobs_of(start, end) if scored else ()
-        packed.add_tokens(*_name(choice), position=start, ids=choice.log[start:end], logprobs=logprobs)
+        request = choice.request
+        packed.add_tokens(
+            request.key.request_id,
+            request.attempt,
+            choice.index,
+            position=start,
+            ids=choice.log[start:end],
+            logprobs=logprobs,
+        )
         choice.sent = end
     return end == known
 

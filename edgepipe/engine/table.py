@@ -267,7 +267,7 @@ class RequestTable:
 
         ``logprobs``: of each sequence's tokens in ``events``, in their order.
         """
-        given = {sequence: iter(scores) for sequence, scores in logprobs.items()}
+        given = {sequence: iter(scores) for sequence, scores in logprobs.items()} if logprobs else {}
         for event in events:
             choice = self._choices.get(event.sequence)
             if choice is None:
@@ -275,18 +275,20 @@ class RequestTable:
             if isinstance(event, TokenSampled):
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
-                wanted = choice.request.submission.sampling.logprobs
-                scores = next(given.get(event.sequence, _NOTHING), None) if wanted else None
-                if scores is None and wanted:
-                    self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
-                    continue
+                scores, request = None, choice.request
+                if choice.is_scored and request.submission.sampling.logprobs:
+                    scores = next(given.get(event.sequence, _NOTHING), None)
+                    if scores is None:
+                        self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
+                        continue
                 choice.add(event.token_id, scores)
                 self._sampled = True
                 if choice.crashes >= SUSPECTED_CRASHES:
                     choice.crashes = 0  # it was alone in this step, which retired
                 choice.grammar_waits = 0
-                self._hold(choice.request, choice.request.token_bytes)
-                self._mark(choice)
+                self._hold(request, request.token_bytes)
+                if request.stream is not None:
+                    request.stream.mark(choice)
             else:
                 known = choice.cached_prompt_tokens  # a sequence that begins again would count its own prompt
                 cached = event.cached_prompt_tokens if known is None else known

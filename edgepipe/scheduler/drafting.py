@@ -103,11 +103,18 @@ class Drafting:
         self._newest_case: tuple[Share, float, float] | None = None  # of ``_best_case``, and its result
         self._newest_best = 0
 
+    def may_pay(self, share: Share) -> bool:
+        """Return whether a window of the step, or a draft behind it, may pay. In a filled ring none does."""
+        return share.alone or not self._period_s(share.rows) or self._best_case(share) > 0
+
     def wanted(self, own: SequenceDrafts, share: Share) -> int:
-        """Return how many drafts the sequence's next turn can use, at most."""
+        """Return how many drafts the sequence's next turn can use, at most.
+
+        Before the times are known, drafts of several sequences would only delay their tokens: one measures as much.
+        """
         period_s = self._period_s(share.rows)
         if not period_s:
-            return MOST_DRAFTS
+            return MOST_DRAFTS if share.alone else 0 if share.drafts else _TRIED
         best_case = self._best_case(share)
         if not best_case:  # a draft now and then measures anew what drafts take, on devices that may be less busy
             return _TRIED if share.alone and self._draft_s() > period_s / 2 and self._tries(own) else 0

@@ -275,7 +275,7 @@ class Scheduler:
             builder.after,
             scheduled.home,
             builder.windows,
-            self._share(len(builder.decodes)) if builder.windows else None,
+            self._plain_share(len(builder.decodes)) if builder.windows else None,
         )
         self._in_flight.append(record)
         self._steps.add(record, 1)
@@ -782,6 +782,8 @@ class Scheduler:
                 batch_rows -= 1
             if len(sequence.tokens) <= sequence.room or self._grow(sequence, promised=len(deferred)):
                 if share is None or self._drafting is None:
+                    if sequence.drafts.found:
+                        sequence.drafts.found, sequence.drafts.next = False, NO_DRAFTS
                     builder.add_decode(sequence)
                 else:
                     drafts = self._window(sequence, share, promised=len(deferred))
@@ -799,9 +801,13 @@ class Scheduler:
                     ready.appendleft(waiting)
 
     def _share(self, rows: int) -> Share | None:
-        """Return what windows of a step with so many decodes share; None if there are no windows."""
+        """Return what windows of a step with so many decodes share; None if none of them would pay."""
         if self._drafting is None:
             return None
+        share = self._plain_share(rows)
+        return share if self._drafting.may_pay(share) else None
+
+    def _plain_share(self, rows: int) -> Share:
         return Share(rows=rows, alone=self._num_decodes <= 1)
 
     def _window(self, sequence: Sequence, share: Share, *, promised: int) -> Drafts:

@@ -40,7 +40,7 @@ _WINDOW = 128  # steps over a link; the fastest of this window and of the one be
 EQUAL = 0.01  # forecasts within this share are equal
 GAIN = 0.03  # predicted gain needed to change M; less is noise
 TURNS_BETWEEN = 2  # one turn fills with the new M, one measures it
-MOST_TURNS_BETWEEN = 8  # most turns between decisions while they change nothing: under a second in most rings
+MOST_TURNS_BETWEEN = 32  # most turns between decisions while they change nothing: some seconds in most rings
 SLACK = 2.0  # standard deviations of a step's time to cover where b cannot grow
 
 

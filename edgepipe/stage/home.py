@@ -18,7 +18,7 @@ from edgepipe.link.protocol import OnStep, Outgoing, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.step_work import StageStep
-from edgepipe.wire.plans import HomeTokens, StepDone, StepPlan
+from edgepipe.wire.plans import HomeTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -233,9 +233,11 @@ class WayHome:
         if plan.home:
             self._due[plan.step] = plan.is_bulk
 
-    def send(self, done: StepDone) -> None:
-        """Send the tokens of a step if its plan says so; 0 for a sequence that was not sampled and ends."""
-        bulk = self._due.pop(done.step, None)
+    def send(self, step: StepId, ids: Sequence[int]) -> None:
+        """Send the tokens of a step if its plan says so, once. Steps come in the order of computing.
+
+        ``ids``: the newest token of each row that samples; 0 for a sequence that was not sampled and ends
+        """
+        bulk = self._due.pop(step, None)
         if bulk is not None:
-            ids = np.array([ids[-1] if ids else 0 for ids in done.ids], np.int32)
-            self._sender.send(done.step, ids, bulk=bulk)
+            self._sender.send(step, np.array(ids, np.int32), bulk=bulk)

@@ -29,6 +29,10 @@ class Retirement:
         self._due.remove(step)
         self._begun.append(step)
 
+    def is_next(self, step: StepId) -> bool:
+        """Return whether the step is the oldest of those that are computed and not settled."""
+        return bool(self._begun) and self._begun[0] == step
+
     def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
         """Finish a step. Yields the steps that can be reported now."""
         rows = result.sampled

@@ -657,10 +657,14 @@ class StageEpoch:
             return
         self._in_compute -= 1
         try:
-            if result is not None:
-                self._retire(work.step, result, work)
-            else:
+            if result is None:
                 self._pass_on(work, output)
+            elif self._way_home is not None and self._retirement.is_next(work.step):
+                rows = result.sampled
+                self._way_home.send(work.step, [row[-1].token if row[-1].error is None else 0 for row in rows])
+                self._loop.call_soon(self._sampled, work, result)  # the first stage waits, so its tokens start first
+            else:
+                self._retire(work.step, result, work)
             self._pump()
         except Exception as exc:
             self.fault(_as_fault(exc, f"step {work.step} could not be passed on"))
@@ -707,7 +711,7 @@ class StageEpoch:
         for done in self._retirement.settle(step, result, timings):
             self._tools.counters.sent += 1
             if self._way_home is not None:
-                self._way_home.send(done)
+                self._way_home.send(done.step, [ids[-1] if ids else 0 for ids in done.ids])
                 self._loop.call_soon(self._report_done, done)  # the first stage waits, so its tokens start first
             else:
                 self._reports.done(done)

@@ -204,14 +204,11 @@ class EngineNews:
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Add tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or empty."""
-        self.message.tokens.add(
-            request_id=request_id,
-            attempt=attempt,
-            choice=choice,
-            position=position,
-            ids=ids,
-            logprobs=[logprobs_to_wire(each) for each in logprobs],
+        made = self.message.tokens.add(
+            request_id=request_id, attempt=attempt, choice=choice, position=position, ids=ids
         )
+        if logprobs:
+            made.logprobs.extend([logprobs_to_wire(each) for each in logprobs])
 
     def add_ending(self, request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> None:
         """Add the ending of a choice."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from edgepipe.backend.types import RowState
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
@@ -14,7 +17,7 @@ def step_to_wire(
     with_token_ids: bool,
 ) -> stage_pb2.Plan:
     """Convert a step for one stage."""
-    return stage_pb2.Plan(
+    plan = stage_pb2.Plan(
         epoch=epoch,
         step=step.step,
         last_slice=last_slice,
@@ -22,26 +25,40 @@ def step_to_wire(
         position=step.positions,
         num_tokens=step.num_tokens,
         sample=step.samples,
-        block_row=step.block_rows,
-        block_start=step.block_starts,
-        block_count=step.block_counts,
-        token_ids=step.token_ids if with_token_ids and step.after is None else (),
         after=step.after or 0,
         home=step.home,
-        registers=step.registers,
-        frees=step.frees,
-        windows=[
-            stage_pb2.WindowBlocks(row=blocks.rows, place=blocks.places, start=blocks.starts, count=blocks.counts)
-            for blocks in step.windows
-        ],
-        state_read=[0 if state.read is None else 1 + state.read for state in step.states],
-        draft=step.drafts,
-        state_row=[row for row, state in enumerate(step.states) for _ in state.writes],
-        state_after=[write.after for state in step.states for write in state.writes],
-        state_slot=[write.slot for state in step.states for write in state.writes],
-        move_class=[move.number for move in step.moves],
-        move_place=[move.place for move in step.moves],
-        move_kept=[move.kept for move in step.moves],
-        move_out=[move.out for move in step.moves],
-        copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
     )
+    if with_token_ids and step.after is None:
+        plan.token_ids.extend(step.token_ids)
+    if step.block_rows:
+        plan.block_row.extend(step.block_rows)
+        plan.block_start.extend(step.block_starts)
+        plan.block_count.extend(step.block_counts)
+    if step.drafts:
+        plan.draft.extend(step.drafts)
+    if step.states:
+        _add_states(plan, step.states)
+    if step.registers or step.frees or step.windows or step.moves or step.copies:
+        _add_changes(plan, step)
+    return plan
+
+
+def _add_states(plan: stage_pb2.Plan, states: Sequence[RowState]) -> None:
+    plan.state_read.extend([0 if state.read is None else 1 + state.read for state in states])
+    plan.state_row.extend([row for row, state in enumerate(states) for _ in state.writes])
+    plan.state_after.extend([write.after for state in states for write in state.writes])
+    plan.state_slot.extend([write.slot for state in states for write in state.writes])
+
+
+def _add_changes(plan: stage_pb2.Plan, step: ScheduledStep) -> None:
+    """Add what few steps have: sequences that begin or end, blocks of windows, copies."""
+    plan.registers.extend(step.registers)
+    plan.frees.extend(step.frees)
+    for blocks in step.windows:
+        plan.windows.add(row=blocks.rows, place=blocks.places, start=blocks.starts, count=blocks.counts)
+    plan.move_class.extend([move.number for move in step.moves])
+    plan.move_place.extend([move.place for move in step.moves])
+    plan.move_kept.extend([move.kept for move in step.moves])
+    plan.move_out.extend([move.out for move in step.moves])
+    for copy in step.copies:
+        plan.copies.add(source=copy.source, target=copy.target)

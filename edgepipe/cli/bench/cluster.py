@@ -67,7 +67,8 @@ def _store_model(models_dir: Path, source: Path, cluster: EmulatedCluster) -> No
     from edgepipe.store.store import ModelStore
     from edgepipe.weights.emulated_folder import SMALLEST_VOCAB, write_model_folder
 
-    config = replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB)
+    # Emulated devices draft with the imagined draft model of their settings, never with a layer of the model's own.
+    config = replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB, mtp=None)
     write_model_folder(source, config, mix=cluster.mix)
     ModelStore(models_dir).pull(str(source))
 

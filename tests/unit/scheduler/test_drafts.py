@@ -241,6 +241,33 @@ def test_nothing_is_tried_before_the_times_are_known() -> None:
     own = SequenceDrafts(next=Drafts((1,), (MODEL,)))
     assert drafting.window(own, ALONE, most=3) == Drafts()
     assert drafting.wanted(own, ALONE) == MOST_DRAFTS
+    others = Share(rows=8, alone=False)
+    assert drafting.may_pay(others)
+    assert drafting.wanted(own, others) == 1, "one measures what drafts take"
+    assert drafting.wanted(own, others.with_window(0, wanted=1)) == 0, "more would only delay the others"
+
+
+def test_in_a_filled_ring_no_sequence_is_asked_until_it_empties() -> None:
+    """A draft of 0.5 ms lengthens steps of 8 rows by more than 3 %, whatever its probability."""
+    asked: list[SequenceDrafts] = []
+
+    class Counted(Drafting):
+        def wanted(self, own: SequenceDrafts, share: Share) -> int:
+            asked.append(own)
+            return super().wanted(own, share)
+
+    world = World(limits(num_blocks=512, micro_batches=1), ThrottledPolicy(), 1.0)
+    world.scheduler.set_drafting(Counted(lambda rows: 0.010 + 0.0005 * rows, lambda: 0.0005))
+    for chat in range(1, 9):
+        world.submit(spec(chat, 10, max_tokens=20 if chat > 1 else 60))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    full = [step for step in world.steps if len(step.sequences) == 8 and not step.is_bulk]
+    assert full
+    assert not any(step.drafts or step.has_windows for step in full)
+    assert len({id(own) for own in asked}) <= 2, "the first while it is alone, and the one that stays"
+    assert any(step.has_windows for step in world.steps if len(step.sequences) == 1), "alone again, it is drafted for"
 
 
 @pytest.mark.parametrize(

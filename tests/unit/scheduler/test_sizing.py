@@ -327,10 +327,10 @@ def test_where_nothing_changes_looks_are_rarer_until_sequences_come_or_go() -> N
         return next(count for count in range(1, 1000) if sizer.due(sequences=sequences))
 
     waits: list[int] = []
-    for _ in range(6):
+    for _ in range(8):
         waits.append(steps_until_due(64))
         sizer.decide(of, sequences=64)
     count = sizer.sizing.micro_batches
     assert waits[0] == 2 * count
-    assert waits[-1] == 8 * count
+    assert waits[-1] == 32 * count
     assert steps_until_due(60) == 2 * count

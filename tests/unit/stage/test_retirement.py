@@ -36,6 +36,18 @@ def test_sampler_threads_may_finish_in_any_order(computed: list[int], finished: 
     assert [each for step in finished for each in settle(retirement, step)] == computed
 
 
+def test_the_next_step_is_the_oldest_that_is_computed_and_not_settled() -> None:
+    retirement = due()
+    assert not retirement.is_next(StepId(2)), "no step is computed yet"
+    for step in (2, 1):
+        retirement.begin(StepId(step))
+    assert [retirement.is_next(StepId(step)) for step in (1, 2)] == [False, True]
+    assert settle(retirement, 1) == []
+    assert retirement.is_next(StepId(2)), "step 1 waits behind it"
+    assert settle(retirement, 2) == [2, 1]
+    assert not retirement.is_next(StepId(2))
+
+
 def test_a_step_without_rows_retires_after_all_older_ones() -> None:
     retirement = due()
     assert settle(retirement, 3) == []
