@@ -6,11 +6,13 @@ that share processors take longer for the rows of a batch, too.
 
 from __future__ import annotations
 
-_SMOOTHING = 0.2  # share of each turn in the mean of turns alone
-_OUTLIER = 4.0  # a longer turn counts as so many times the mean: a pause of the machine is not what batches cost
-_MEASURED = 8  # turns beside batches between two changes of the share
+from collections import deque
+from statistics import median_low
+
+_MEASURED = 9  # turns whose median counts: a pause of the machine is not what batches cost
 _LARGEST_CHANGE = 2.0  # factor between two shares
-_LEAST_SHARE = 0.1
+_LEAST_SHARE = 0.3  # what is below gains chats little: each step costs a fixed time
+_LEAST_S = 1e-6  # of a turn
 
 
 class ChatTurns:
@@ -22,36 +24,30 @@ class ChatTurns:
     def __init__(self, most: float) -> None:
         """``most``: turn of chats beside batches, as a multiple of their turn alone."""
         self._most = most
-        self._alone_s = 0.0  # mean of measured turns without batches; 0: none yet
-        self._expected_s = 0.0  # what stages and links take of them by the forecast
-        self._beside_s = 0.0  # sum of the turns since the last change
-        self._count = 0
+        self._alone: deque[float] = deque(maxlen=_MEASURED)  # newest turns without batches, s
+        self._beside: list[float] = []  # turns since the last change, s
         self.share = 1.0
         """Part of the rows and prompt tokens that the forecast allows batches."""
 
-    def alone(self, turn_s: float, expected_s: float) -> None:
-        """Record a turn without batches, of which stages and links take ``expected_s``."""
-        if not self._alone_s:
-            self._alone_s, self._expected_s = turn_s, expected_s
-            return
-        turn_s = min(turn_s, _OUTLIER * self._alone_s)
-        self._alone_s += _SMOOTHING * (turn_s - self._alone_s)
-        self._expected_s += _SMOOTHING * (expected_s - self._expected_s)
+    def alone(self, turn_s: float, more_s: float = 0.0) -> None:
+        """Record a turn without batches. ``more_s``: by forecast, the time that it takes longer than the last one."""
+        if more_s:
+            self._alone = deque([each + more_s for each in self._alone], maxlen=_MEASURED)
+        self._alone.append(turn_s)
 
-    def beside(self, turn_s: float, expected_s: float) -> bool:
-        """Record a turn beside batches; alone, stages and links would take ``expected_s`` of it.
+    def beside(self, turn_s: float, more_s: float = 0.0) -> bool:
+        """Record a turn beside batches.
 
-        Returns whether the share has changed. It stays as it is until a turn alone has been measured.
+        ``more_s``: by forecast, the time that it would take longer than the last one without batches if there were none
+        now. Returns whether the share has changed. It stays as it is until a turn alone has been measured.
         """
-        if not self._alone_s:
+        if not self._alone:
             return False
-        alone_s = max(self._alone_s + expected_s - self._expected_s, expected_s, 1e-6)
-        self._beside_s += min(turn_s, _OUTLIER * alone_s)
-        self._count += 1
-        if self._count < _MEASURED:
+        self._beside.append(turn_s)
+        if len(self._beside) < _MEASURED:
             return False
-        ratio = self._beside_s / self._count / alone_s
-        self._beside_s, self._count = 0.0, 0
+        ratio = median_low(self._beside) / max(median_low(self._alone) + more_s, _LEAST_S)
+        self._beside.clear()
         # What is above the turn alone grows with the share; half of the way is gone at a time, since turns vary.
         wanted = ((self._most - 1) / max(ratio - 1, 1e-3)) ** 0.5
         change = min(max(wanted, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)

@@ -48,7 +48,9 @@ _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is r
 _FINER = 1.3  # factor between the numbers of chunks that are compared
 _SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for few tokens end at such edges
 _PRECISION = 16  # sizes are found within a sixteenth
-_BESIDE_BATCH = 1.25  # turn of chats beside a batch, as a multiple of their turn alone
+_BESIDE_BATCH = 1.25  # turn of chats beside a batch by forecast, as a multiple of their turn alone
+_BESIDE_MEASURED = 1.4  # the same as measured: hosts work on each step of a batch, too
+_BATCH_CHUNKS = (8, 16)  # tokens of steps beside chats: sizes below ``MIN_CHUNK_TOKENS`` for prompts of batches
 _MOST_BATCH_ROWS = 1024
 _ONE_STEP = 0.6  # below this share of the forecast, batches decode in the chats' step only
 _POSITIONS_ALIKE = 8192  # a choice beside decodes holds for a fifth of these tokens, and of a later position
@@ -197,7 +199,9 @@ class Pacer:
         # Newest choice of batches' decodes beside chats, its load, and the time of a step when it was chosen.
         self._batch: tuple[tuple[int, int, int], BesideChats, float] | None = None
         self._batch_alone = 0  # the most rows of batches if one step is in flight
-        self._chat_turns = ChatTurns(_BESIDE_BATCH)
+        self._chat_turns = ChatTurns(_BESIDE_MEASURED)
+        # Chats in a step, their context and their steps in flight when a turn without batches was last measured.
+        self._alone_load: tuple[int, int, int] | None = None
 
     def passage(self, work: StepWork) -> Passage | None:
         """Return a step's expected times; None while a stage's are not known."""
@@ -280,14 +284,21 @@ class Pacer:
 
     def note_turn(self, seconds: float, chats: int, *, beside: bool, context: int, micro_batches: int) -> None:
         """Record the time between two tokens of a chat, ``beside`` sequences of batches or without them."""
-        alone = self.decode_passage(-(-chats // micro_batches), context=context)
-        if alone is None:
+        load = (-(-chats // micro_batches), context, min(chats, micro_batches))
+        # Both forecasts are of now: what a batch's steps teach about the devices must not change what was measured.
+        before_s, now_s = (self._decode_turn_s(*each) for each in (self._alone_load or load, load))
+        if before_s is None or now_s is None:
             return
-        expected_s = _turn_s(alone, min(chats, micro_batches)) - self._ring.latency_s()
         if not beside:
-            self._chat_turns.alone(seconds, expected_s)
-        elif self._chat_turns.beside(seconds, expected_s):
+            self._alone_load = load
+            self._chat_turns.alone(seconds, now_s - before_s)
+        elif self._chat_turns.beside(seconds, now_s - before_s):
             self._beside = None
+
+    def _decode_turn_s(self, rows: int, context: int, in_flight: int) -> float | None:
+        """Return the expected time between two steps of a sequence with so many rows each; None while unknown."""
+        passage = self.decode_passage(rows, context=context)
+        return None if passage is None else _turn_s(passage, in_flight)
 
     def most_tokens(self, position: int, *, waiting: int) -> int:
         """Return the most prompt tokens of a step that begins at ``position``, however long they take others.
@@ -421,7 +432,10 @@ class Pacer:
             if not self._checked or self._holds(waiting, self._beside[1]):
                 return self._beside[1]
         decodes = waiting.chats if waiting.batch else waiting.decodes
-        alone = self.passage(_decodes(waiting, -(-decodes // waiting.micro_batches)))
+        rows = -(-decodes // waiting.micro_batches)
+        # Of the same kind as the steps that are compared with it: steps of many decodes may have made the forecasts of
+        # decodes longer, which says nothing of a chat alone.
+        alone = self.passage(_riding(waiting, 1, rows) if waiting.batch else _decodes(waiting, rows))
         if alone is None:
             return None
         limit_s = _turn_s(alone, min(decodes, waiting.micro_batches))
@@ -432,7 +446,8 @@ class Pacer:
         last = min(load.until, waiting.position + waiting.left + waiting.others)
         waiting = waiting._replace(position=max(waiting.position, last))
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
-        for tokens in _sizes(self._most):
+        smaller = [tokens for tokens in _BATCH_CHUNKS if tokens < self._most] if waiting.batch else []
+        for tokens in (*smaller, *_sizes(self._most)):
             found = self._best_beside(waiting, tokens, limit_s, short=short)
             if found is None:
                 return None
@@ -470,7 +485,8 @@ class Pacer:
             turn_s = max(passage.turn_s, in_flight * passage.server_s)
             mean_s = (passage.turn_s**_VARIED + (in_flight * passage.server_s) ** _VARIED) ** (1 / _VARIED)
             ends_s = (waiting.left + waiting.others) / prompt_tokens * mean_s / in_flight + turn_s
-            over_s = max(0.0, turn_s * (1 + _LATE / in_flight**0.5) - limit_s)
+            late = 0.0 if waiting.batch else _LATE / in_flight**0.5  # beside batches, turns are measured
+            over_s = max(0.0, turn_s * (1 + late) - limit_s)
             bound = "goal" if over_s else passage.slowest
             chunk = Chunk(tokens, in_flight, passage.server_s, bound, over_s, rides=short, spaced=True)
             choices.append((over_s, ends_s, chunk))

@@ -48,7 +48,7 @@ from edgepipe.scheduler.types import (
 _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
 _FEW_TURNS = 2  # of so many steps ahead at most, the next ones are planned once none is left, of more once one is left
 _TURNS_WITHOUT_DRAFTS = 16  # after so many turns without drafts, steps are planned as if none came
-_TURNS_ALONE = 32  # without batches, one of so many turns of chats is measured: a forecast takes time
+_TURNS_ALONE = 8  # without batches, one of so many turns of chats is measured: a forecast takes time
 _CHATS_RETURN_S = 10.0  # batches stay as small as beside a chat for so long after the last one: its reader may go on
 _DECODE = Phase.DECODE  # looked up for each token
 
