@@ -157,7 +157,7 @@ def test_any_rows_round_once(kernels: PageKernels, counts: list[tuple[int, int, 
     assert case_error(kernels, FORMS[name], scattered_rows(counts, FORMS[name])) <= 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(counts=SEQUENCES, name=st.sampled_from(list(FORMS)))
 def test_any_rows_of_the_reference_round_once(counts: list[tuple[int, int, int]], name: str) -> None:
     assert case_error(ReferencePages(), FORMS[name], scattered_rows(counts, FORMS[name])) <= 1
