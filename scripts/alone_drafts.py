@@ -21,9 +21,11 @@ from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import serve_model
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.output import make_console
+from edgepipe.link.admin_client import Admin
 
 ROUNDS = 2
 _TOKENS = 400  # of an answer: windows find their size within some dozens
+STATE_S = 1.0  # an engine tells its node of its counts a few times a second
 _PROMPT = [11, 23, 5, 42, 8, 91, 17, 60] * 4
 
 
@@ -93,16 +95,25 @@ def _settings(pair: Pair, draft: str) -> dict[str, str]:
     }
 
 
-async def _answers(pair: Pair, draft: str, *, chats: int = 1) -> list[Answer]:
-    """Let each chat have an answer, after one that warms up."""
+async def _answers(pair: Pair, draft: str, *, chats: int = 1) -> tuple[list[Answer], int]:
+    """Let each chat have an answer, after one that warms up. Return the answers, and how many drafts they verified."""
     run = emulated_run(_settings(pair, draft))
     cluster = replace(run.cluster, settings={**run.cluster.settings, **pair.device})
     async with emulated_cluster(cluster) as admin:
         await serve_model(admin, run.serve)
         await complete_at(admin, [_PROMPT], max_tokens=30)
         await asyncio.to_thread(settle)
+        before = await _drafted(admin)
         prompts = [[*_PROMPT, chat] for chat in range(chats)]
-        return await complete_at(admin, prompts, max_tokens=_TOKENS)
+        answers = await complete_at(admin, prompts, max_tokens=_TOKENS)
+        await asyncio.sleep(STATE_S)
+        return answers, await _drafted(admin) - before
+
+
+async def _drafted(admin: Admin) -> int:
+    """Return how many drafts the engine of the one model served has verified."""
+    (engine,) = (await admin.status()).engines
+    return engine.drafts.drafted if engine.drafts is not None else 0
 
 
 def _rate(answers: Sequence[Answer]) -> float:
@@ -115,11 +126,14 @@ def pair_rows(full: bool) -> list[Row]:
     rows: list[Row] = []
     for pair in PAIRS if full else PAIRS[:2]:
         rates: dict[str, list[float]] = {"off": [], pair.draft: []}
+        verified = 0
         for _ in range(ROUNDS):
             for draft, found in rates.items():
-                found.append(_rate(asyncio.run(_answers(pair, draft))))
+                answers, verified = asyncio.run(_answers(pair, draft))
+                found.append(_rate(answers))
         plain, drafted = (statistics.median(each) for each in rates.values())
         rows.append(at_least(pair.name, drafted, "tok/s", plain, "off", pair.target))
+        rows.append(Row(f"  drafts verified for {_TOKENS} tokens", verified, "drafts"))
     return rows
 
 
@@ -127,9 +141,11 @@ def chat_rows(full: bool) -> list[Row]:
     """Sixteen chats, with and without drafts in turns: drafts must cost nothing where they cannot help."""
     pair = PAIRS[1]
     found: dict[str, list[list[Answer]]] = {"off": [], pair.draft: []}
+    verified = 0
     for _ in range(ROUNDS):
         for draft, rounds in found.items():
-            rounds.append(asyncio.run(_answers(pair, draft, chats=16)))
+            answers, verified = asyncio.run(_answers(pair, draft, chats=16))
+            rounds.append(answers)
     plain, drafted = (statistics.median(map(_rate, rounds)) for rounds in found.values())
     gaps = [
         sorted(gap for answers in found[draft] for each in answers for gap in each.gaps_s)
@@ -139,6 +155,7 @@ def chat_rows(full: bool) -> list[Row]:
     return [
         at_least("16 chats, 2 x 4090, qwen3.6-35b-a3b", drafted, "tok/s", plain, "off", 0.99),
         at_most("  ITL p99", p99[0], "ms", p99[1], "off", 1.05),
+        Row(f"  drafts verified for {16 * _TOKENS} tokens", verified, "drafts"),
     ]
 
 

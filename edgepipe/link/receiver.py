@@ -125,9 +125,8 @@ class RingReceiver:
             if held_bytes > MAX_HELD_BYTES:
                 self._room.clear()
         if whole is not None:
-            received_us = self._now_us()
+            self._sample = self._measured(step, whole.nbytes, bulk=bulk)
             self._on_step(step, whole, bulk)
-            self._sample = self._measured(step, whole.nbytes, received_us, bulk=bulk)  # a device waits for the step
 
     async def room(self) -> None:
         """Wait until plans have caught up with the bytes held for them."""
@@ -168,14 +167,14 @@ class RingReceiver:
                 fact="steps with prompt tokens are bulk, others are not",
             )
 
-    def _measured(self, step: StepId, num_bytes: int, received_us: int, *, bulk: bool) -> LinkSample:
+    def _measured(self, step: StepId, num_bytes: int, *, bulk: bool) -> LinkSample:
         first = self._firsts[bulk]
         return LinkSample(
             step=step,
             num_bytes=num_bytes,
             first_sent_us=first.sent_us,
             first_received_us=first.received_us,
-            last_received_us=received_us,
+            last_received_us=self._now_us(),
             spread_bytes=self._total_bytes - first.total_bytes,
         )
 

@@ -32,6 +32,8 @@ class InFlight:
     @property
     def sampling(self) -> list[Sequence]:
         """The sequences of the rows that sample."""
+        if not self.chunks:
+            return self.decodes
         return [*self.decodes, *[sequence for sequence, _, samples in self.chunks if samples]]
 
 

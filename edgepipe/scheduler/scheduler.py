@@ -239,12 +239,14 @@ class Scheduler:
         if prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
             return None
         self._beside_chats = self._choose_beside_chats() if self._chats_beside_batches else None
-        preemptions = self._preemptions
-        builder = self._fill()
-        # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
-        while builder is None and (self._preemptions > preemptions or self._make_way() or self._end_prompts()):
+        builder: StepBuilder | None = None
+        if prompts or self._ready or len(self._waiting) or self._way is not None:
             preemptions = self._preemptions
             builder = self._fill()
+            # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
+            while builder is None and (self._preemptions > preemptions or self._make_way() or self._end_prompts()):
+                preemptions = self._preemptions
+                builder = self._fill()
         if builder is None and self._plans_ahead:
             builder = self._next_turn()
         if builder is None:
@@ -696,12 +698,12 @@ class Scheduler:
             for record in self._in_flight:
                 if not record.home or record.followed or record.isolated:
                     continue
-                rows = [sequence for sequence in record.sampling if sequence.phase is Phase.DECODE]
+                rows = [sequence for sequence in record.sampling if sequence.phase is _DECODE]
                 going = [sequence for sequence in rows if sequence.scheduled + 1 < sequence.limit]
                 smaller, rest = divmod(self._num_decodes - len(rows) + len(going), self._limits.micro_batches)
-                if not smaller <= len(going) <= smaller + (rest > 0) or any(each.drafts.found for each in going):
+                if not smaller <= len(going) <= smaller + (rest > 0):
                     continue
-                if ahead and self._hopes_for_drafts(going):
+                if self._drafting is not None and self._awaits_drafts(going, ahead):
                     continue
                 if going and self._reserve_next(going):
                     return self._follow(record, going)
@@ -719,13 +721,20 @@ class Scheduler:
             self._extends = False
         return self._extends and ahead < self._turns_ahead
 
-    def _hopes_for_drafts(self, sequences: Seq[Sequence]) -> bool:
-        """Return whether drafts have come for a sequence of late: a window of them would wait for all planned steps."""
-        return self._drafting is not None and any(each.drafts.without < _TURNS_WITHOUT_DRAFTS for each in sequences)
+    @staticmethod
+    def _awaits_drafts(sequences: Seq[Sequence], ahead: int) -> bool:
+        """Return whether drafts have come for a sequence, or came of late: a window would wait for all planned steps.
+
+        ``ahead``: steps that are planned ahead so far
+        """
+        if any(each.drafts.found for each in sequences):
+            return True
+        return ahead > 0 and any(each.drafts.without < _TURNS_WITHOUT_DRAFTS for each in sequences)
 
     def _reserve_next(self, sequences: Seq[Sequence]) -> bool:
         """Give each sequence room for one token behind those scheduled. Return False where no block is free."""
-        return all(each.scheduled < each.room or self._tables.grow_ahead(each, kept_blocks=0) for each in sequences)
+        full = [each for each in sequences if each.scheduled >= each.room]
+        return all(self._tables.grow_ahead(each, kept_blocks=0) for each in full)
 
     def _follow(self, record: InFlight, sequences: Seq[Sequence]) -> StepBuilder:
         record.followed = True

@@ -387,16 +387,10 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
 def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
     """Convert a received report that retires a step. Raises RemoteProtocolError."""
     check_numbers(message)
-    ids, ends = tuple(message.ids), [0, *accumulate(message.num_ids)]
-    if ends[-1] != len(ids):
-        raise RemoteProtocolError(
-            f"the report of step {message.step} has other ids than it counts",
-            fact=f"{len(ids)} came, its rows have {ends[-1]}",
-        )
     return StepDone(
         epoch=epoch_of(message.epoch),
         step=StepId(message.step),
-        ids=tuple([ids[start:end] for start, end in pairwise(ends)]),
+        ids=_ids_by_row(message),
         timings=tuple([value_of(timing, StepTiming) for timing in message.timings]),
         logprobs=tuple([(each.index, logprobs_from_wire(each.token)) for each in message.logprobs]),
         prompt_logprobs=tuple(
@@ -405,6 +399,20 @@ def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
         failures=tuple([(each.index, error_from_wire(each.error)) for each in message.failures]),
         drafts=_drafts(message) if message.num_drafts else (),
     )
+
+
+def _ids_by_row(message: stage_pb2.StepDone) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each row. Raises RemoteProtocolError."""
+    ids, counts = tuple(message.ids), tuple(message.num_ids)
+    if counts == (1,) * len(ids):  # no windows
+        return tuple(zip(ids, strict=True))
+    ends = [0, *accumulate(counts)]
+    if ends[-1] != len(ids):
+        raise RemoteProtocolError(
+            f"the report of step {message.step} has other ids than it counts",
+            fact=f"{len(ids)} came, its rows have {ends[-1]}",
+        )
+    return tuple([ids[start:end] for start, end in pairwise(ends)])
 
 
 def _drafts(message: stage_pb2.StepDone) -> tuple[Drafts, ...]:

@@ -174,10 +174,13 @@ class EngineNews:
 
     def reserve(self, count: int, each_bytes: int) -> int:
         """Reserve room for up to ``count`` items of one result. Return how many fit."""
-        fitting = max(0, min(count, (self._room_bytes - HEAD_BYTES) // each_bytes))
-        if fitting:
-            self._room_bytes -= HEAD_BYTES + fitting * each_bytes
-        return fitting
+        left_bytes = self._room_bytes - HEAD_BYTES
+        if count * each_bytes > left_bytes:
+            count = left_bytes // each_bytes
+        if count <= 0:
+            return 0
+        self._room_bytes = left_bytes - count * each_bytes
+        return count
 
     def add_prompt_read(self, request_id: RequestId, attempt: int, choice: int, *, num_tokens: int) -> None:
         """Add the number of computed prompt tokens."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from edgepipe.cli.bench.cluster import _store_model
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
+from edgepipe.store.store import ModelStore
 from edgepipe.wire.engines import DeviceSpan
 from edgepipe.wire.step_clocks import clock_offsets_s
 from tests.support.processes.command_line import Run
@@ -98,3 +102,12 @@ def test_an_imagined_draft_model_is_a_setting_of_the_emulated_machines() -> None
     for text in ("0.7", "1.7,3ms", "mtp"):
         with pytest.raises(ConfigInvalid):
             emulated_run({**RING, "draft": text})
+
+
+def test_an_emulated_model_has_no_layer_of_its_own_for_drafts(tmp_path: Path) -> None:
+    """``serve`` would place that layer and ask it for drafts, instead of the imagined draft model."""
+    cluster = emulated_run({**RING, "as-model": "qwen3.6-35b-a3b:q4_k_m", "draft": "0.7,3ms"}).cluster
+    assert cluster.config.mtp is not None
+    _store_model(tmp_path / "models", tmp_path / cluster.served_name, cluster)
+    (stored,) = ModelStore(tmp_path / "models").list()
+    assert (stored.config.mtp, stored.config.num_layers) == (None, cluster.config.num_layers)
