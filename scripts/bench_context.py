@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,60 +199,68 @@ def _demo_turn(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
 
 
 def rival_rows(full: bool) -> list[Row]:
-    """Let users take turns here and with llama.cpp's server: the same file, prompts, thread and room for KV."""
+    """Let users take turns here and with llama.cpp's server: the same file, prompts, thread and room for KV.
+
+    All run at once and answer one after another, so that they see the same machine.
+    """
     folder = os.environ.get("EP_LLAMA_CPP")
     if not folder:
         print("llama.cpp is not measured: scripts/build_llama_cpp FOLDER server, then EP_LLAMA_CPP=FOLDER")
         return []
-    length = RIVAL_TOKENS if full else RIVAL_TOKENS // 4
+    length = RIVAL_TOKENS if full else RIVAL_TOKENS // 8
+    with ExitStack() as stack:
+
+        def theirs(slots: int, cache_mib: int) -> _Asked:
+            room = _room_for(length)
+            sizes = {"threads": 1, "context_tokens": room, "slots": slots, "cache_mib": cache_mib}
+            server = stack.enter_context(llama_server(Path(folder), stored_demo().path / "model.gguf", **sizes))
+            return _Asked(server.complete, cache_mib > 0)
+
+        def ours(kv_ram: str) -> _Asked:
+            (node,) = stack.enter_context(running_nodes(1, models_dir=stored_demo().path.parent, threads=1))
+            node.edgepipe("serve", "demo", "--kv-tokens", str(_room_for(length)), "--kv-ram", kv_ram)
+            return _Asked(
+                lambda prompt, count: list(complete(node, [prompt], max_tokens=count)[0].token_ids), kv_ram != "off"
+            )
+
+        asked = [ours("off"), ours(f"{RIVAL_RAM_MB}MB"), theirs(1, 0)]
+        asked += [theirs(slots, RIVAL_RAM_MB) for slots in (1, HELD)]
+        settle()
+        without, with_tier, bare, *cached = _turns_rates(length, asked)
     what = f"{USERS} users with {length:,} tokens each, room for {HELD}, the demo model, one thread of this CPU"
-    theirs = {
-        slots: [_rival_turns(Path(folder), length, slots=slots, cache_mib=cache) for cache in (0, RIVAL_RAM_MB)]
-        for slots in (1, HELD)
-    }
-    without, with_tier = (_demo_turns(length, kv_ram=size) for size in ("off", f"{RIVAL_RAM_MB}MB"))
     rows = [at_least(what, with_tier, "tok/s", without, "without host memory", TURNS_TARGET)]
-    for slots, (bare, cached) in theirs.items():
-        name = f"  llama.cpp's server with {slots} slot{'s' if slots > 1 else ''}"
-        rows.append(Row(f"{name} and --cache-ram", cached, "tok/s", bare, "--cache-ram 0", cached / bare))
-    best = max(cached for _, cached in theirs.values())
-    rows.append(Row("  against the better of these", with_tier, "tok/s", best, "llama.cpp", with_tier / best))
+    for slots, rate in zip((1, HELD), cached, strict=True):
+        name = f"  llama.cpp's server, slots: {slots}, --cache-ram"
+        rows.append(Row(name, rate, "tok/s", bare, "1 slot, --cache-ram 0", rate / bare))
+    best = max(cached)
+    rows.append(Row("  host memory here against the better of these", with_tier, "tok/s", best, "", with_tier / best))
     return rows
 
 
-def _turns_rate(length: int, ask: Callable[[list[int], int], list[int]]) -> float:
-    """Return the answers' tokens per second of one turn of each user, once every conversation has been read."""
-    known = [[7 * token + 3 for token in _prompt(user, length)] for user in range(USERS)]
-    for chat in known:
-        chat += ask(chat, RIVAL_ANSWER)
-    begun_s = time.perf_counter()
-    for user, chat in enumerate(known):
-        ask([*chat, *_prompt(user + 99, RIVAL_QUESTION)], RIVAL_ANSWER)
-    return USERS * RIVAL_ANSWER / (time.perf_counter() - begun_s)
+class _Asked(NamedTuple):
+    ask: Callable[[list[int], int], list[int]]  # returns so many tokens after a prompt
+    keeps: bool  # conversations that the KV has no room for
+
+
+def _turns_rates(length: int, asked: Sequence[_Asked]) -> list[float]:
+    """Return the answers' tokens per second of one turn of each user, once the conversations have been read."""
+    chats = [[7 * token + 3 for token in _prompt(user, length)] for user in range(USERS)]
+    known: list[list[list[int]]] = []
+    for ask, keeps in asked:
+        read = range(0 if keeps else USERS - HELD, USERS)  # nothing would be left of the others
+        known.append([[*chat, *(ask(chat, RIVAL_ANSWER) if user in read else [])] for user, chat in enumerate(chats)])
+    taken_s = [0.0] * len(asked)
+    for user in range(USERS):
+        for index, (ask, _) in enumerate(asked):
+            begun_s = time.perf_counter()
+            ask([*known[index][user], *_prompt(user + 99, RIVAL_QUESTION)], RIVAL_ANSWER)
+            taken_s[index] += time.perf_counter() - begun_s
+    return [USERS * RIVAL_ANSWER / seconds for seconds in taken_s]
 
 
 def _room_for(length: int) -> int:
     """Return the tokens of KV of so many users' conversations, with a turn more."""
     return HELD * (length + 2 * RIVAL_ANSWER + RIVAL_QUESTION + 64)
-
-
-def _demo_turns(length: int, *, kv_ram: str) -> float:
-    with running_nodes(1, models_dir=stored_demo().path.parent, threads=1) as (node,):
-        node.edgepipe("serve", "demo", "--kv-tokens", str(_room_for(length)), "--kv-ram", kv_ram)
-        settle()
-
-        def ask(prompt: list[int], max_tokens: int) -> list[int]:
-            (answer,) = complete(node, [prompt], max_tokens=max_tokens)
-            return list(answer.token_ids)
-
-        return _turns_rate(length, ask)
-
-
-def _rival_turns(folder: Path, length: int, *, slots: int, cache_mib: int) -> float:
-    model = stored_demo().path / "model.gguf"
-    room = _room_for(length)
-    with llama_server(folder, model, threads=1, context_tokens=room, slots=slots, cache_mib=cache_mib) as server:
-        return _turns_rate(length, server.complete)
 
 
 def overhead_rows(full: bool) -> list[Row]:
