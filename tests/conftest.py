@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import settings
 from edgepipe.config import prepare_environment
 from edgepipe.errors import EdgepipeError
 from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.text.tokenizer import check_tokenizer
 
 # gRPC reads its settings when it is imported: links within a test's process are those of nodes.
 prepare_environment()
@@ -27,6 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
+_SMALL_TOKENIZER_BYTES = 1 << 20
 _LOG_LINES = 25  # of each node, beside a failure
 
 
@@ -54,6 +57,27 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             report.sections.append((f"the end of {log.relative_to(folder)}", "\n".join(lines)))
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_checked_once() -> Iterator[None]:
+    """Installed tokenizers are checked by a child process once for each content: most tests install the same one.
+
+    ``unit/text/test_model_tokenizer.py`` is about the check itself and calls it.
+    """
+    digests: dict[tuple[bytes, int], str] = {}
+
+    def check(path: Path, *, vocab_size: int) -> str:
+        if path.stat().st_size > _SMALL_TOKENIZER_BYTES:
+            return check_tokenizer(path, vocab_size=vocab_size)
+        key = hashlib.sha256(path.read_bytes()).digest(), vocab_size
+        if key not in digests:
+            digests[key] = check_tokenizer(path, vocab_size=vocab_size)
+        return digests[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgepipe.store.install.check_tokenizer", check)
+        yield
 
 
 @pytest.fixture(scope="session")
