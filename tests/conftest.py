@@ -15,6 +15,9 @@ from hypothesis import settings
 from edgepipe.config import prepare_environment
 from edgepipe.errors import EdgepipeError
 from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.text.conversations.known_traits import learn_traits
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.template import ChatTemplate
 from edgepipe.text.tokenizer import check_tokenizer
 
 # gRPC reads its settings when it is imported: links within a test's process are those of nodes.
@@ -60,12 +63,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tokenizers_checked_once() -> Iterator[None]:
-    """Installed tokenizers are checked by a child process once for each content: most tests install the same one.
+def metadata_read_once() -> Iterator[None]:
+    """Child processes read each tokenizer and each chat template once: most tests install the same ones.
 
-    ``unit/text/test_model_tokenizer.py`` is about the check itself and calls it.
+    ``unit/text/test_model_tokenizer.py`` and ``test_template_traits.py`` call what starts these processes.
     """
     digests: dict[tuple[bytes, int], str] = {}
+    learned: dict[str, ModelTraits] = {}
 
     def check(path: Path, *, vocab_size: int) -> str:
         if path.stat().st_size > _SMALL_TOKENIZER_BYTES:
@@ -75,8 +79,15 @@ def tokenizers_checked_once() -> Iterator[None]:
             digests[key] = check_tokenizer(path, vocab_size=vocab_size)
         return digests[key]
 
+    def learn(template: ChatTemplate) -> ModelTraits:
+        key = repr((template.sources, template.special_tokens))
+        if key not in learned:
+            learned[key] = learn_traits(template)
+        return learned[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgepipe.store.install.check_tokenizer", check)
+        patch.setattr("edgepipe.text.conversations.known_traits.learn_traits", learn)
         yield
 
 
