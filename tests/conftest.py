@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from hypothesis import settings
 from edgepipe.config import prepare_environment
 from edgepipe.errors import EdgepipeError
 from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.text.conversations.known_traits import learn_traits
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.template import ChatTemplate
+from edgepipe.text.tokenizer import check_tokenizer
 
 # gRPC reads its settings when it is imported: links within a test's process are those of nodes.
 prepare_environment()
@@ -27,6 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
+_SMALL_TOKENIZER_BYTES = 1 << 20
 _LOG_LINES = 25  # of each node, beside a failure
 
 
@@ -54,6 +60,35 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             report.sections.append((f"the end of {log.relative_to(folder)}", "\n".join(lines)))
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def metadata_read_once() -> Iterator[None]:
+    """Child processes read each tokenizer and each chat template once: most tests install the same ones.
+
+    ``unit/text/test_model_tokenizer.py`` and ``test_template_traits.py`` call what starts these processes.
+    """
+    digests: dict[tuple[bytes, int], str] = {}
+    learned: dict[str, ModelTraits] = {}
+
+    def check(path: Path, *, vocab_size: int) -> str:
+        if path.stat().st_size > _SMALL_TOKENIZER_BYTES:
+            return check_tokenizer(path, vocab_size=vocab_size)
+        key = hashlib.sha256(path.read_bytes()).digest(), vocab_size
+        if key not in digests:
+            digests[key] = check_tokenizer(path, vocab_size=vocab_size)
+        return digests[key]
+
+    def learn(template: ChatTemplate) -> ModelTraits:
+        key = repr((template.sources, template.special_tokens))
+        if key not in learned:
+            learned[key] = learn_traits(template)
+        return learned[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgepipe.store.install.check_tokenizer", check)
+        patch.setattr("edgepipe.text.conversations.known_traits.learn_traits", learn)
+        yield
 
 
 @pytest.fixture(scope="session")

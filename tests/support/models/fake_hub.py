@@ -101,6 +101,7 @@ def running(hub: FakeHub) -> Iterator[FakeHub]:
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two writes: the second would wait 40 ms
 
         def log_message(self, format: str, *args: Any) -> None:
             """Silent."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli import inviting, node
+from edgepipe.cli import inviting, node_start
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, clock_finding, firewall_remedy, network_findings
 from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
@@ -101,7 +101,7 @@ def test_settings_are_shown_as_they_are_written(run: Run) -> None:
 
 def test_an_address_of_ipv6_stands_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     ready = {"name": "a", "cluster": "home", "address": "10.0.0.2:7117", "http_host": "fd00::5", "http_port": 8117}
-    node._show_ready({**ready, "key_file": "", "key_on_loopback": False, "pid": 1})  # pyright: ignore[reportPrivateUsage]
+    node_start._show_ready({**ready, "key_file": "", "key_on_loopback": False, "pid": 1})  # pyright: ignore[reportPrivateUsage]
     shown = capsys.readouterr().out
     assert "  API     http://[fd00::5]:8117/v1\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -195,7 +195,7 @@ def test_a_node_that_listens_everywhere_names_an_address_that_others_reach(
     capsys: pytest.CaptureFixture[str], address: str, shown: str
 ) -> None:
     ready = {"name": "a", "cluster": "home", "address": address, "http_host": "0.0.0.0", "http_port": 8117}
-    node._show_ready({**ready, "key_file": "", "key_on_loopback": False})  # pyright: ignore[reportPrivateUsage]
+    node_start._show_ready({**ready, "key_file": "", "key_on_loopback": False})  # pyright: ignore[reportPrivateUsage]
     assert f"  API     {shown}\n" in capsys.readouterr().out
 
 
