@@ -14,7 +14,7 @@ from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu.step_ops import CompiledOps  # noqa: E402
 from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads  # noqa: E402
-from edgepipe_torch.layers.host_copies import HostCopies  # noqa: E402
+from edgepipe_torch.layers.host_copies import HostCopies, HostMover  # noqa: E402
 from edgepipe_torch.layers.kv_codes import Codes, FourBits  # noqa: E402
 from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # noqa: E402
@@ -259,11 +259,11 @@ def test_blocks_in_host_memory_come_back_byte_by_byte() -> None:
     for layer in range(2):
         pool.write(layer, torch.arange(4, 8), torch.randn(4, 4, 64))
     expected = [Codes(*(array.clone() for array in pool.run(layer, 4, 8))) for layer in range(2)]
-    host = HostCopies(pool.stored, [3])
-    host.move([TierMove(number=0, place=1, kept=2, out=True)])
+    host = HostCopies(pool.stored, [3], HostMover())
+    host.move([TierMove(number=0, place=1, kept=2, out=True)], ())
     for layer in range(2):
         pool.write(layer, torch.arange(4, 8), torch.zeros(4, 4, 64))
-    host.move([TierMove(number=0, place=3, kept=2, out=False)])
+    host.move([TierMove(number=0, place=3, kept=2, out=False)], ())
     for layer in range(2):
         for found, wanted in zip(pool.run(layer, 12, 16), expected[layer], strict=True):
             assert torch.equal(found, wanted)
