@@ -197,3 +197,14 @@ def test_what_the_cluster_lacks_ends_no_line(error: EdgepipeError, fault: bool, 
     assert is_fault(error) is fault
     assert ends_line(error, attempts=1) is ends
     assert ends_line(error, attempts=3) is (ends or fault)
+
+
+def test_a_batch_s_usage_is_the_sum_of_its_lines() -> None:
+    usage = TokenUsage(prompt=5, cached=2, completion=3, reasoning=1) + TokenUsage(prompt=2, completion=4)
+    assert usage.to_json() == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 2},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 1},
+        "total_tokens": 14,
+    }

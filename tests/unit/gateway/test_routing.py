@@ -54,6 +54,16 @@ def test_an_unknown_prompt_never_waits_where_it_could_begin_elsewhere(loads: dic
         assert free is None or free >= len(tokens)
 
 
+def test_of_two_replicas_that_know_a_prompt_the_less_busy_one_gets_it() -> None:
+    router: ReplicaRouter[str] = ReplicaRouter()
+    for key in ("b", "c", "c"):
+        router.note(prompt(1, 4), key)
+    loads = {"a": ReplicaLoad(requests=1), "b": ReplicaLoad(requests=2), "c": ReplicaLoad(requests=3)}
+    assert router.choose(prompt(1, 4), loads) == "b"
+    router.forget("b")
+    assert router.choose(prompt(1, 4), loads) == "c"
+
+
 def test_a_conversation_returns_while_its_replica_is_not_much_busier() -> None:
     router: ReplicaRouter[str] = ReplicaRouter()
     first = prompt(1, 4)

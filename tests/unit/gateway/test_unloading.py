@@ -158,6 +158,13 @@ class RunningClock(FixedClock):
         return 100 * asyncio.get_running_loop().time()
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other gateways are expected for 0.1 s only."""
+    monkeypatch.setattr("edgepipe.gateway.unloading.GRACE_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/generate raw"])
 async def test_the_last_answer_comes_whole_before_its_model_is_unloaded(path: str) -> None:
     ended = asyncio.Queue[str]()
@@ -170,6 +177,7 @@ async def test_the_last_answer_comes_whole_before_its_model_is_unloaded(path: st
             assert await ended.get() == "tiny"
 
 
+@pytest.mark.usefixtures("short_grace")
 async def test_an_empty_prompt_unloads_and_loads_nothing_to_do_so() -> None:
     ended, asked = asyncio.Queue[str](), list[str]()
     async with serving(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgepipe.text.conversations.calls import one_call_each
+from edgepipe.text.conversations.calls import one_call_each, texts_before_calls
 from edgepipe.text.conversations.fitting import Wording, fit
 from edgepipe.text.conversations.roles import Turn, joined_assistants, system_in_user
 from edgepipe.text.conversations.traits import TemplateTraits
@@ -15,6 +15,7 @@ from tests.support.gateways.template_traits import traits_of
 CALLING = """{% for m in messages %}<{{ m.role }}>{{ CONTENT }}{% for call in m.tool_calls or [] %}
 <call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}{% endfor %}
 {{- tools | tojson if tools }}"""
+WORDING = Wording(write_calls=lambda calls: "", describe_tools=lambda tools: "")
 
 
 def said(role: str, content: str | None, **more: Any) -> Turn:
@@ -44,15 +45,27 @@ def test_an_answer_and_a_call_behind_it_become_one_turn_unless_only_texts_are_jo
     assert joined_assistants(turns, only_texts=True) == turns
 
 
+def test_a_text_beside_calls_comes_before_them() -> None:
+    turns = [said("user", "hi"), said("assistant", "one", tool_calls=[call("a")])]
+    expected = [said("user", "hi"), said("assistant", "one"), said("assistant", None, tool_calls=[call("a")])]
+    assert texts_before_calls(turns) == expected
+
+
 @pytest.mark.parametrize("turns", [[said("user", "hi")], []])
 def test_an_empty_text_of_the_system_adds_nothing_to_the_user_s(turns: list[Turn]) -> None:
     assert system_in_user([said("system", ""), *turns]) == (turns or [said("user", "")])
 
 
+@pytest.mark.parametrize(("assistants", "texts"), [("kept", ["one", "two"]), ("joined", ["one\n\ntwo"])])
+def test_answers_in_a_row_are_joined_for_templates_that_need_it(assistants: str, texts: list[str]) -> None:
+    turns = [said("assistant", "one"), said("assistant", "two")]
+    fitted = fit(turns, tools=(), traits=TemplateTraits(assistants=assistants), wording=WORDING).turns
+    assert [turn["content"] for turn in fitted] == texts
+
+
 def test_missing_content_of_a_turn_without_calls_is_an_empty_text() -> None:
-    wording = Wording(write_calls=lambda calls: "", describe_tools=lambda tools: "")
     turns = [said("user", None), said("assistant", None, tool_calls=[])]
-    fitted = fit(turns, tools=(), traits=TemplateTraits(), wording=wording).turns
+    fitted = fit(turns, tools=(), traits=TemplateTraits(), wording=WORDING).turns
     assert fitted == [said("user", ""), said("assistant", "")]
 
 
