@@ -287,7 +287,7 @@ class RequestTable:
                     choice.crashes = 0  # it was alone in this step, which retired
                 choice.grammar_waits = 0
                 self._hold(request, request.token_bytes)
-                if request.stream is not None:
+                if request.stream is not None and choice.has_news:
                     request.stream.mark(choice)
             else:
                 known = choice.cached_prompt_tokens  # a sequence that begins again would count its own prompt
