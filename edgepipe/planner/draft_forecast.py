@@ -21,9 +21,7 @@ class DraftForecast:
     machine: str  # name of the machine that holds it
     num_bytes: int  # its memory there; with KV for a draft model, whose KV is not the plan's
     draft_s: float  # time of one draft
-    right: tuple[
-        float, ...
-    ]  # assumed share of right drafts by place, if those before are right; the last for all later
+    right: tuple[float, ...]  # assumed share of right drafts by place, see ``RightByPlace``
     count: int  # drafts of a turn that give most; 0: none would pay
     factor: float  # tokens per second over those without drafts
     tokens_per_s: float

@@ -703,8 +703,12 @@ class StageEpoch:
             wake(self._sampled, work, result)
 
     def _sampled(self, work: StageStep, result: StepResult) -> None:
-        if not self.over:
+        if self.over:
+            return
+        try:
             self._retire(work.step, result, work)
+        except Exception as exc:
+            self.fault(_as_fault(exc, f"step {work.step} could not be retired"))
 
     def _retire(self, step: StepId, result: StepResult, work: StageStep | None = None) -> None:
         timings = (work.timing(sample_us=result.sample_us, draft_us=result.draft_us),) if work is not None else ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import pytest
@@ -30,9 +32,11 @@ from edgepipe.errors import (
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
+from edgepipe.stage.retirement import Retirement
 from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.plans import StepDone
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
-from tests.support.engine.lab import EngineLab, engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import QUICK, EngineLab, engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
@@ -456,3 +460,20 @@ async def test_an_engine_that_is_stopped_while_it_starts_does_not_serve() -> Non
         assert lab.failure is None
         assert "ready" not in {state.state for state in lab.states}
         assert [len(node.prepared) for node in lab.nodes] == [1, 1]
+
+
+async def test_a_step_that_cannot_be_retired_holds_up_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, calls = Retirement.settle, itertools.count()
+
+    def fails_once(own: Retirement, *given: Any) -> Iterator[StepDone]:
+        if next(calls) == 5:
+            raise RuntimeError("no room for the report")
+        return settle(own, *given)
+
+    monkeypatch.setattr(Retirement, "settle", fails_once)
+    # The stage says so itself: no step is late for a minute.
+    async with engine_lab(num_stages=2, timeouts=replace(QUICK, step_min_s=60)) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 20))
+        async with asyncio.timeout(20):
+            assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 20)

@@ -42,7 +42,7 @@ CARD = torch.device("cuda", 1)
 
 @dataclass
 class FakeCuda:
-    """CUDA's streams and pins: notes in order what the device is told. ``refuses``: CUDA's error for every pin."""
+    """Streams and pinning without a card. ``told`` lists the calls in order; ``refuses`` is the error of each pin."""
 
     told: list[str] = field(default_factory=list)
     refuses: int = 0
