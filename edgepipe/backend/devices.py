@@ -105,7 +105,7 @@ class KernelTiles(TypedDict, total=False):
 
 
 def kernel_tiles(kind: str) -> KernelTiles:
-    """Return the tiles of a kind of packing (``edgepipe.weights.resident``); empty where the kernels' tiles are not known."""
+    """Return the tiles of the kernels of a packing (``edgepipe.weights.resident``), where they are known."""
     if kind == "torch-cuda":
         return {"tile_steps": _CUDA_TILES, "packed_tile_steps": _CUDA_PACKED_TILES}
     if kind in ("mlx", "mlx-blocks"):

@@ -6,9 +6,9 @@ by ``max(1, tokens / tokens', pairs / pairs')`` times its time. Where the measur
 sheet gives a tighter bound.
 
 Expected times are the data sheet's, times a ratio that follows the measured steps. Kernels work in tiles and change
-with the number of tokens, which no data sheet tells. So steps with prompt tokens have a ratio for each power of two: its
-first steps show what kernels of that size cost. Later ones tell more of the device than of its kernels: it is hot, or
-other programs use it. They change the ratio of all sizes.
+with the number of tokens, which no data sheet tells. So steps with prompt tokens have a ratio for each power of two:
+its first steps show what kernels of that size cost. Later ones tell more of the device than of its kernels: it is hot,
+or other programs use it. They change the ratio of all sizes.
 """
 
 from __future__ import annotations
