@@ -145,7 +145,7 @@ class BackendOptions(StageSettings):
     """
 
     device: str = "auto"
-    threads: int | None = None  # CPU threads for computing; None: all physical cores
+    threads: int | None = None  # CPU threads for computing; None: the cores that other programs leave
     settings: dict[str, str] = field(default_factory=dict[str, str])  # backend-specific, e.g. {"time_factor": "0"}
 
 
