@@ -172,6 +172,7 @@ class TierMove(NamedTuple):
     place: int  # block or slot on the device
     kept: int  # block or slot in host memory
     out: bool  # to host memory; else back to the device
+    key: bytes = b""  # of what moves out, see ``scheduler.kv.Key``; backends do not read it
 
 
 @dataclass(frozen=True, slots=True)
