@@ -29,7 +29,7 @@ from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.plans import PipelineSpec, RingNeighbour
+from edgepipe.wire.pipelines import PipelineSpec, RingNeighbour
 
 _COPY_BYTES_PER_S = 10e9  # between a device and host memory: a careful figure for PCIe 4 x16
 _CHUNK_TOKENS = 512  # of a prompt, whose time says what a token takes

@@ -12,7 +12,7 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.assembly import Assembler
 from edgepipe.link.protocol import OnStep
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.reports import LinkSample
 
 MAX_HELD_BYTES = 64 << 20  # size of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
 

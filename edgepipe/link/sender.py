@@ -24,7 +24,7 @@ from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.reports import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 

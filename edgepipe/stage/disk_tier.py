@@ -22,7 +22,7 @@ from edgepipe.clock import Clock
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.plain_words import plain
 from edgepipe.stage.tier_file import Damaged, TierFile
-from edgepipe.wire.plans import DiskCopied, DiskCopies
+from edgepipe.wire.tiers import DiskCopied, DiskCopies
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from edgepipe.stage.drafting import DraftWish
 from edgepipe.stage.mtp_drafter import KeptPart
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.stage.step_order import StepUses
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 
 
 class WorkOwner(Protocol):

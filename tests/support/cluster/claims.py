@@ -38,20 +38,11 @@ from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import (
-    DiskCopied,
-    DiskCopies,
-    HostRoom,
-    LinkSample,
-    PlacesBack,
-    Registration,
-    StageTimings,
-    StepPlan,
-    commands_from_wire,
-    done_from_wire,
-    plan_from_wire,
-)
+from edgepipe.wire.plans import StepPlan, commands_from_wire, plan_from_wire
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import LinkSample, StageTimings, done_from_wire
 from edgepipe.wire.requests import Submission, reports_from_wire
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, HostRoom, PlacesBack
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
 
 CONFIG = emulated_model_config(num_layers=2)

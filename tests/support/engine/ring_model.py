@@ -10,7 +10,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.testing.clock import START_S
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.reports import LinkSample, StepTiming
 
 ROW_BYTES = 10_240
 PIECE_BYTES = 512 << 10

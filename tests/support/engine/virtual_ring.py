@@ -22,7 +22,8 @@ from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.testing.clock import START_S, FakeClock
 from edgepipe.wire.children import ChildProgress
-from edgepipe.wire.plans import Registration, StageTimings, StepDone, StepTiming
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import StageTimings, StepDone, StepTiming
 from edgepipe.wire.v1 import stage_pb2
 
 LOOK_S = 0.5  # of daemons

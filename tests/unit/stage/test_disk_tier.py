@@ -18,7 +18,7 @@ from edgepipe.stage import tier_file
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.tier_file import PIECE_BYTES, Damaged, TierFile
 from edgepipe.system import SystemClock
-from edgepipe.wire.plans import DiskCopied, DiskCopies
+from edgepipe.wire.tiers import DiskCopied, DiskCopies
 
 PLACES, PARTS = 4, (3, 2 * PIECE_BYTES + 5, PIECE_BYTES - 3)
 
