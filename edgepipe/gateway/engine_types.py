@@ -19,7 +19,7 @@ _MOST_STEPS = 64  # the number is another node's claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class RingMachines:
     """The machines that compute a model's answers during one epoch, in the order that a token passes."""
 
     epoch: int
@@ -55,7 +55,7 @@ class RoutedModel:
     template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
     starts_at_us: int = 0
-    ring: Ring | None = None  # None while no stage is known
+    ring: RingMachines | None = None  # None while no stage is known
     replica: int = 0  # of several pipelines of the model, from 1 on; 0: the only one
     num_waiting: int = 0  # of ``num_requests`` those that have not begun
     free_tokens: int | None = None  # KV tokens that no sequence holds; None: not known
@@ -116,9 +116,9 @@ def _served(entry: nodes.ServedModel) -> RoutedModel:
     )
 
 
-def _ring(engine: EngineState) -> Ring | None:
+def _ring(engine: EngineState) -> RingMachines | None:
     stages = tuple(
         (one_line(stage.node_name, most_chars=64), ",".join(part.layers.shown for part in stage.slices))
         for stage in engine.stages[:_MOST_STEPS]
     )
-    return Ring(epoch=engine.epoch.counter, stages=stages) if stages else None
+    return RingMachines(epoch=engine.epoch.counter, stages=stages) if stages else None

@@ -79,13 +79,13 @@ class StepPlan:
         return self.num_tokens > self.num_singles
 
 
-Command = StepPlan | Registrations | DiskCopies | PlacesBack
+ControlCommand = StepPlan | Registrations | DiskCopies | PlacesBack
 """What an engine says to the stages of an open epoch."""
 
 
 def commands_from_wire(
     message: stage_pb2.ControlMessage,
-) -> Sequence[Command]:
+) -> Sequence[ControlCommand]:
     """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
     if message.HasField("plan"):
         if len(message.next_plans) >= MAX_PLANS:

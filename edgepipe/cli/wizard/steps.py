@@ -18,7 +18,7 @@ from edgepipe.cli.wizard.asking import AskedChoice, Back, Quit, done, filled, no
 from edgepipe.cli.wizard.links import MachineLink, link_meaning, links_of
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
-from edgepipe.cluster.founding import Home, cluster_of
+from edgepipe.cluster.founding import OwnCluster, cluster_of
 from edgepipe.cluster.tries import ADDRESS_TRIES
 from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.daemon.machine.http_keys import asks_on_loopback, key_file
@@ -310,7 +310,7 @@ def _join(setup: Setup, code: str, host: str) -> None:
     _start(setup)
 
 
-def _start_at_home(setup: Setup, home: Home) -> None:
+def _start_at_home(setup: Setup, home: OwnCluster) -> None:
     """Start the node of a machine with a cluster; ask first if it has other members. Raises NodeUnreachable."""
     if home.others:
         say(

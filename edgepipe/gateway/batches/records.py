@@ -68,7 +68,7 @@ class BatchError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedInput:
     """Result of reading a batch's whole input once."""
 
     num_lines: int = 0  # without empty ones
@@ -152,7 +152,7 @@ class Batch:
         """Whether every line has its result."""
         return self.completed + self.failed >= self.num_lines
 
-    def checked(self, result: Checked, *, now_s: int) -> Batch:
+    def checked(self, result: CheckedInput, *, now_s: int) -> Batch:
         """Begin to work, or fail, after the check of the input. A batch that was cancelled meanwhile stays so."""
         self._require("validating", "cancelling")
         if self.status == "cancelling":

@@ -17,7 +17,7 @@ from edgepipe.gateway.batches.checking import check_input, question_for, result_
 from edgepipe.gateway.batches.line_runner import LineRefused, LineRunner
 from edgepipe.gateway.batches.lines import Outcome, Place, RawLine
 from edgepipe.gateway.batches.open_store import OpenStore
-from edgepipe.gateway.batches.records import Batch, BatchError, Checked
+from edgepipe.gateway.batches.records import Batch, BatchError, CheckedInput
 from edgepipe.gateway.batches.store import Store
 from edgepipe.gateway.batches.window import Window, ends_line, is_fault
 from edgepipe.gateway.loading import ModelLoads
@@ -125,10 +125,10 @@ class BatchRun:
             error = BatchError(
                 code="file_unreadable", message="the input could not be read: this machine is overloaded"
             )
-            result = Checked(errors=(error,))
+            result = CheckedInput(errors=(error,))
         self.batch = await self._tools.store.do(lambda store: store.checked(batch, result, now_s=now_s))
 
-    async def _checked(self, path: Path, *, is_large: bool) -> Checked:
+    async def _checked(self, path: Path, *, is_large: bool) -> CheckedInput:
         """Read the input: a small one in a thread, which holds the interpreter's lock for some milliseconds."""
         endpoint, owner = self.batch.endpoint, self.batch.owner
         if not is_large:
@@ -138,7 +138,7 @@ class BatchRun:
         await self._tools.checker.end()  # its memory is free while the lines run
         return result_of(answer)
 
-    def _with_known_model(self, result: Checked) -> Checked:
+    def _with_known_model(self, result: CheckedInput) -> CheckedInput:
         """Refuse a batch whose model no node serves or has on its disk."""
         loads = self._tools.loads
         if result.errors or (result.model and loads.can_load(loads.meant(result.model))):
@@ -146,7 +146,7 @@ class BatchRun:
         try:
             self._tools.models.get(result.model or None)
         except ModelUnknown as exc:
-            return Checked(errors=(BatchError(code=exc.code, message=str(exc)),))
+            return CheckedInput(errors=(BatchError(code=exc.code, message=str(exc)),))
         except EdgepipeError:
             return result  # it comes
         return result

@@ -31,7 +31,7 @@ from edgepipe.gateway.batches.copy_folder import CopyFolder
 from edgepipe.gateway.batches.database import Database
 from edgepipe.gateway.batches.disk import lock_file, open_private, sync_folder, write_all
 from edgepipe.gateway.batches.lines import Outcome, Place, RawLine, read_lines
-from edgepipe.gateway.batches.records import Batch, Checked, StoredFile, TokenUsage
+from edgepipe.gateway.batches.records import Batch, CheckedInput, StoredFile, TokenUsage
 from edgepipe.gateway.batches.take_over import TakeOver
 from edgepipe.units import format_bytes
 
@@ -297,7 +297,7 @@ class Store:
                     )
                 )
 
-    def checked(self, batch: Batch, result: Checked, *, now_s: int) -> Batch:
+    def checked(self, batch: Batch, result: CheckedInput, *, now_s: int) -> Batch:
         """Take the result of the check of a batch's input: it begins, or it has failed."""
 
         def change(now: Batch) -> Batch:

@@ -22,7 +22,7 @@ from edgepipe.gateway.access import AccessRules, local_users
 from edgepipe.gateway.batches import copies
 from edgepipe.gateway.batches.copies import Copy
 from edgepipe.gateway.batches.lines import Outcome, Place, answer_entry, error_entry
-from edgepipe.gateway.batches.records import Batch, Checked, StoredFile, TokenUsage
+from edgepipe.gateway.batches.records import Batch, CheckedInput, StoredFile, TokenUsage
 from edgepipe.gateway.batches.store import FilesSettings, Store
 from edgepipe.gateway.batches.take_over import TakeOver
 from edgepipe.ids import NodeId
@@ -79,7 +79,7 @@ def begun(store: Store, num_lines: int, **fields: Any) -> Batch:
     }
     batch = Batch(**(wanted | fields))
     store.add_batch(batch)
-    return store.checked(batch, Checked(num_lines=num_lines), now_s=NOW_S)
+    return store.checked(batch, CheckedInput(num_lines=num_lines), now_s=NOW_S)
 
 
 def answered(number: int) -> Outcome:

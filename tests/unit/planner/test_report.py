@@ -3,7 +3,7 @@ import json
 import pytest
 
 from edgepipe.simulation.report import (
-    RequestRecord,
+    ObservedRequest,
     RunFacts,
     StepRecord,
     make_report,
@@ -14,8 +14,8 @@ from edgepipe.simulation.report import (
 FACTS = RunFacts(label="a", settings={"policy": "even"}, stage_names=("s0", "s1"), num_blocks=100, preemptions=2)
 
 
-def request(index: int = 0, *, arrival_s: float = 1.0, times: tuple[float, ...] = (3.0, 4.0, 6.0)) -> RequestRecord:
-    return RequestRecord(
+def request(index: int = 0, *, arrival_s: float = 1.0, times: tuple[float, ...] = (3.0, 4.0, 6.0)) -> ObservedRequest:
+    return ObservedRequest(
         index=index, arrival_s=arrival_s, prompt_tokens=10, token_times_s=times, cached_tokens=4 if index else 0
     )
 
@@ -70,7 +70,7 @@ def test_a_run_without_anything_has_figures_too() -> None:
 
 
 def test_failed_requests_are_counted_and_do_not_count_as_done() -> None:
-    failed = RequestRecord(index=1, arrival_s=0.0, prompt_tokens=5, token_times_s=(), error="queue full")
+    failed = ObservedRequest(index=1, arrival_s=0.0, prompt_tokens=5, token_times_s=(), error="queue full")
     report = make_report(FACTS, [request(), failed], [])
     assert (report.num_requests, report.num_failed) == (2, 1)
     assert report.requests_per_s == pytest.approx(1 / 6.0)

@@ -84,7 +84,7 @@ def _few(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-class Choice(WithoutNulls):
+class ToolChoiceBody(WithoutNulls):
     """Which tools the answer calls."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -92,7 +92,7 @@ class Choice(WithoutNulls):
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _has_name(self) -> Choice:
+    def _has_name(self) -> ToolChoiceBody:
         if self.type == "tool" and self.name is None:
             raise misfit("name", "name is required for a tool_choice of type 'tool'")
         return self
@@ -150,7 +150,7 @@ class CountBody(StrictBody):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
     system: Annotated[Blocks, AfterValidator(_only_text)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_few)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
