@@ -124,7 +124,7 @@ class MlxBackend:
         self._slow_paths: tuple[SlowPath, ...] = ()
         # Forms of attention that were checked, and what came of it.
         self._checked_pages: tuple[frozenset[PageForm], PageKernels | SlowPath] | None = None
-        self._pages: dict[int, LayerPages] = {}  # by a layer's index in the model
+        self._pages: dict[int, LayerPages] = {}  # keys are indices of layers in the model
         # One list per slice index, with an entry for each layer with a mixer.
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
         self._reads: dict[int, ExpertReads] = {}  # one per slice index

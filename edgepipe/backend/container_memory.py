@@ -31,7 +31,7 @@ class _Version:
 
     limits: tuple[str, ...]
     used: str
-    prefix: str  # of names in ``memory.stat`` that count groups below, too
+    prefix: str  # prefix of names in ``memory.stat`` that count groups below, too
 
 
 # Above ``memory.high``, the kernel slows a group down.

@@ -56,11 +56,11 @@ class RoutedModel:
     # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
     starts_at_us: int = 0
     ring: RingMachines | None = None  # None while no stage is known
-    replica: int = 0  # of several pipelines of the model, from 1 on; 0: the only one
-    num_waiting: int = 0  # of ``num_requests`` those that have not begun
+    replica: int = 0  # number among several pipelines of the model, from 1; 0: the only one
+    num_waiting: int = 0  # requests of ``num_requests`` that have not begun
     free_tokens: int | None = None  # KV tokens that no sequence holds; None: not known
-    share: float = 0.0  # of several pipelines' conversations, as planned; 0: an equal one
-    num_engines: int = 1  # that answer for the model
+    share: float = 0.0  # planned share of several pipelines' conversations; 0: an equal one
+    num_engines: int = 1  # engines that answer for the model
 
     @property
     def ready(self) -> bool:

@@ -61,7 +61,7 @@ class RingReceiver:
         self.epoch = epoch
         self._assemblers = (Assembler(window=window), Assembler(window=window))  # express, bulk
         self._firsts = (_FirstPiece(), _FirstPiece())
-        self._total_bytes = 0  # of all frames
+        self._total_bytes = 0  # bytes of all frames
         self._clock = clock
         self._on_step = on_step
         self._on_held = on_held  # called when bytes come before their plan

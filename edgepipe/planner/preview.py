@@ -34,7 +34,7 @@ class LongPrompt:
     """A long prompt on a plan's ring."""
 
     alone: PromptForecast
-    beside: PromptForecast  # with as many chats as ``Plan.many``, within the default ITL goal
+    beside: PromptForecast  # prompt beside as many chats as ``Plan.many``, within the default ITL goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ _GAIN = 0.02  # predicted gain for which another way is worth a change; less is 
 class DeviceSketch:
     """Times of steps on one device, as tables."""
 
-    decode_s: tuple[float, ...]  # of ``_SIZES`` rows, without attention
-    chunk_s: tuple[float, ...]  # of ``_SIZES`` prompt tokens, without attention
+    decode_s: tuple[float, ...]  # entries for ``_SIZES`` rows, without attention
+    chunk_s: tuple[float, ...]  # entries for ``_SIZES`` prompt tokens, without attention
     row_s: float  # more for each row of logits beside prompt tokens
     kv_token_s: float  # attention: more for each token whose keys and values are read
     pair_s: float  # attention: the same for each pair of tokens; the longer of both counts
@@ -60,8 +60,8 @@ class RingSketch:
     """A ring's expected times."""
 
     devices: tuple[DeviceSketch, ...]
-    upload_token_s: tuple[float, ...]  # by link: for each token of a step
-    latency_s: float  # of a whole turn
+    upload_token_s: tuple[float, ...]  # time of each link for each token of a step
+    latency_s: float  # latency of a whole turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ class ChoiceFacts:
     block_size: int
     context_length: int
     max_running: int
-    lengths: tuple[Lengths, ...]  # of ended requests
-    sequences: int  # of the batch, running and waiting
+    lengths: tuple[Lengths, ...]  # lengths of ended requests
+    sequences: int  # sequences of the batch, running and waiting
     micro_batches: int  # M in use: following the load in each simulation would take as long as the rest
     seed: int = 0
 

@@ -79,7 +79,7 @@ class _Flight:
     course: Course
     samplers: list[_Underway]  # requests that get a token when it is back
     ids: Sequence[tuple[int, ...]]  # tokens of each of them
-    drafts: Sequence[Drafts]  # what may follow these
+    drafts: Sequence[Drafts]  # tokens that may follow these
     looked_at: bool = False  # its times were measured
 
 

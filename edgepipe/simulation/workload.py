@@ -104,7 +104,7 @@ class Workload:
     description: str  # text for people: "poisson 4/s, sharegpt lengths"
     concurrency: int | None = None  # users of the closed loop
     prefix_tokens: int = 0  # length of each shared prefix
-    priority: Priority = Priority.INTERACTIVE  # of every request
+    priority: Priority = Priority.INTERACTIVE  # priority of every request
 
     def prompt_ids(self, request: WorkloadRequest, *, vocab_size: int = 256) -> tuple[int, ...]:
         """Return the request's token ids, uniform below ``vocab_size``; equal prefixes have equal ids."""

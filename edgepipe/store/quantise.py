@@ -78,7 +78,7 @@ def quantise_model(
     weights = _float_weights(original)
     new_id = copy_id(original.id, target)
     folder = store.root / folder_name(new_id)
-    tensors = list(weights.tensors(whole_slice(weights.config)))  # with the layer that predicts one token more
+    tensors = list(weights.tensors(whole_slice(weights.config)))  # includes the layer that predicts one token more
     planned, unpacked = _planned(weights.config, tensors, target)
     if folder.exists():
         return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True, unpacked=unpacked)

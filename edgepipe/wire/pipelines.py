@@ -36,7 +36,7 @@ class PipelineSpec:
     window_blocks: tuple[int, ...] = ()  # blocks of each windowed memory class; empty: all layers keep the context
     state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
     host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
-    disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: no such disk
+    disk_places: tuple[int, ...] = ()  # places on disk below host memory, by the same classes; empty: no such disk
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int

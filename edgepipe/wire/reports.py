@@ -72,7 +72,7 @@ class StepDone:
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
     failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (sampling row, reason why no further token was sampled)
-    drafts: tuple[Drafts, ...] = ()  # what may follow the tokens of each sampling row; empty: no drafts
+    drafts: tuple[Drafts, ...] = ()  # drafts behind the tokens of each sampling row; empty: no drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ class DiskCopies:
     """Copies of blocks or states of one memory class between host memory and the disk."""
 
     epoch: Epoch
-    number: int  # from 1
-    memory_class: int  # as ``TierMove.number``
-    out: bool  # to disk; else to host memory
+    number: int  # counts from 1
+    memory_class: int  # numbered like ``TierMove.number``
+    out: bool  # True: to disk; False: to host memory
     host_places: tuple[int, ...]
     disk_places: tuple[int, ...]
     afresh: bool = False  # the disk rested: what it holds is worth nothing, and a stage with a problem opens a new file
@@ -25,7 +25,7 @@ class PlacesBack:
     """Places in host memory that nothing uses, whose memory a stage gives back to the system."""
 
     epoch: Epoch
-    memory_class: int  # as ``TierMove.number``
+    memory_class: int  # numbered like ``TierMove.number``
     places: tuple[int, ...]
 
 
@@ -34,8 +34,8 @@ class HostRoom:
     """How much of its host memory below the device a stage may use now."""
 
     epoch: Epoch
-    permille: int  # of the places
-    available_bytes: int = 0  # what the machine has left for all programs; 0: not known
+    permille: int  # share of the places
+    available_bytes: int = 0  # memory that the machine has left for all programs; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

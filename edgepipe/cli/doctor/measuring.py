@@ -29,7 +29,7 @@ from edgepipe.daemon.machine.machine_load import others_share, processor_times
 from edgepipe.errors import BackendUnavailable
 from edgepipe.planner.device_figures import predicted_figures
 
-_WHOLE_S = 290.0  # for all parts
+_WHOLE_S = 290.0  # bound on all parts together
 _LINE_BYTES = 1 << 20
 
 RunPart = Callable[[Mapping[str, Any], float], Any]

@@ -27,8 +27,8 @@ from edgepipe.units import format_bytes
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 900.0  # a million lines take some 20 s
-_LARGE_BYTES = 128 << 10  # of an input: a child process reads it
-_MOST_REPORT_BYTES = 64 << 10  # of the check of an input
+_LARGE_BYTES = 128 << 10  # inputs of this size and more are read by a child process
+_MOST_REPORT_BYTES = 64 << 10  # bound on what the check of an input reports
 _MAX_CHECKS = 3  # attempts
 _LOOK_S = 1.0  # interval of checks for time and room
 _STORE_PAUSE_S = 5.0  # pause after a failed write
@@ -66,7 +66,7 @@ class BatchRun:
         self._place = Place()
         self._at_end = False  # no line is left to read
         self._lines: deque[RawLine] = deque()  # read, not under way
-        self._under_way: dict[int, tuple[RawLine, asyncio.Task[None]]] = {}  # by line number
+        self._under_way: dict[int, tuple[RawLine, asyncio.Task[None]]] = {}  # keys are line numbers
         self._unwritten: list[Outcome] = []  # results that are not durable; at most a window of them
         self._attempts = Counter[int]()  # failed attempts by line number
         self._no_start_until_s = 0.0  # time of the event loop
@@ -155,7 +155,7 @@ class BatchRun:
         """Run lines until all are done, the time is over or the batch is cancelled."""
         self._place, self._at_end = Place(), False
         self._lines.clear()
-        self._unwritten.clear()  # of an earlier attempt that failed: these lines are read again
+        self._unwritten.clear()  # an earlier attempt failed: its lines are read again
         failure: EdgepipeError | None = None
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch_models(), name="batch-models")

@@ -33,7 +33,7 @@ class TakeOver:
         copy, batch_id = self._copy, self._copy.batch.batch_id
         self._check_names(self._known)
         reading = Reading(self._copies, copy)
-        self._db.forget_batch(batch_id)  # of a time when this node owned it, before another one took it over
+        self._db.forget_batch(batch_id)  # this node may have owned it before another one took it over
         for file_id in (copy.batch.output_file, copy.batch.error_file):
             self._db.remove_file(file_id)
         self._db.add_batch(copy.batch)

@@ -15,9 +15,9 @@ from edgepipe.wire.engines import EngineTrace, StepTrace
 from edgepipe.wire.step_clocks import clock_offsets_s
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
-MOST_STEPS = 60  # of an event: the newest; four events a second stay below 40 KB/s
+MOST_STEPS = 60  # newest steps in an event; four events a second stay below 40 KB/s
 _EVERY_S = 0.25
-_AGAIN_S = 1.0  # after an error
+_AGAIN_S = 1.0  # pause after an error
 _TRACE_S = 2.0
 _UNTIMED_STEPS = 64  # steps that may lack a stage's report while newer ones have all
 

@@ -44,7 +44,7 @@ class Block(WithoutNulls):
     name: Text | None = None
     input: Annotated[LongText | None, BeforeValidator(_as_json, json_schema_input_type=dict[str, Any])] = None
     tool_use_id: Text | None = None
-    content: Blocks | None = None  # of a result
+    content: Blocks | None = None  # content of a result
     is_error: bool = False
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ from edgepipe.gateway.schema import (
 from edgepipe.gateway.tool_choice import MAX_NAME_CHARS
 from edgepipe.safe_text import one_line
 
-_MAX_BLOCKS = 8192  # of all turns together
+_MAX_BLOCKS = 8192  # bound on all turns together
 _OWN_TOOLS = (None, "custom")  # types of tools that the client runs itself
 
 

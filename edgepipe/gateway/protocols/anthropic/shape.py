@@ -28,8 +28,8 @@ class MessagesShape:
         self._message_id = message_id
         self._shows_thinking = shows_thinking
         self._stops = prepared.completion.stops
-        self._open = ""  # what the open block holds: thinking, text, or the index of a call; empty: no block is open
-        self._index = -1  # of the last block
+        self._open = ""  # content of the open block: thinking, text, or the index of a call; empty: no block is open
+        self._index = -1  # index of the last block
         self._reason, self._stopped_by = "stop", ""
 
     def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:

@@ -84,7 +84,7 @@ class InputItem(WithoutNulls):
     type: Text = "message"
     id: Text | None = None
     role: Text | None = None
-    content: Content = None  # of a message, or of reasoning
+    content: Content = None  # content of a message, or of reasoning
     call_id: Text | None = None
     name: Text | None = None
     namespace: Text | None = None

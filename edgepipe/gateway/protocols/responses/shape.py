@@ -86,7 +86,7 @@ class ResponsesShape:
         self._output = output
         self._now_s = now_s
         self._on_end = on_end
-        self._number = 2  # of the next event; the opening has two
+        self._number = 2  # number of the next event; the opening has two
 
     def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
