@@ -135,14 +135,12 @@ class RunReport:
             return float(self.micro_batches[-1][1])
         return sum(span * count for span, (_, count) in zip(spans, self.micro_batches, strict=True)) / total
 
-    def to_dict(self, *, with_records: bool = False) -> dict[str, Any]:
-        """Convert to plain dicts, lists and numbers. ``with_records`` adds every request and step."""
-        shown = self if with_records else replace(self, requests=(), steps=())  # the records are long
-        value = asdict(replace(shown, facts=replace(self.facts, settings=dict(self.facts.settings))))
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain dicts, lists and numbers, without the long records of requests and steps."""
+        facts = replace(self.facts, settings=dict(self.facts.settings))
+        value = asdict(replace(self, requests=(), steps=(), facts=facts))
         value["prefix_hits"] = self.prefix_hits
-        value["steps"] = [record._asdict() for record in shown.steps]
-        if not with_records:
-            del value["requests"], value["steps"]
+        del value["requests"], value["steps"]
         return value
 
 

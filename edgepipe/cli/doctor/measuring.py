@@ -32,8 +32,6 @@ from edgepipe.planner.device_figures import predicted_figures
 _WHOLE_S = 290.0  # bound on all parts together
 _LINE_BYTES = 1 << 20
 
-RunPart = Callable[[Mapping[str, Any], float], Any]
-
 
 async def measure(config: Config, say: Callable[[str], None]) -> Measured:
     """Measure this machine's device. ``say`` gets a line of progress. Raises BackendUnavailable, ConfigInvalid."""

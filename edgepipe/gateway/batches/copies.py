@@ -390,7 +390,7 @@ def _elsewhere(batch_id: str, view: ClusterView) -> Refusal:
     )
 
 
-def first_to_copy(owned: Iterable[Batch], most: int = MOST_COPIES) -> list[Batch]:
-    """Choose the batches that may have a copy: unfinished ones first, then the newest; at most ``most``."""
+def first_to_copy(owned: Iterable[Batch]) -> list[Batch]:
+    """Choose the batches that may have a copy: unfinished ones first, then the newest."""
     order = sorted(owned, key=lambda batch: (batch.is_final, -batch.created_s, batch.batch_id))
-    return order[:most]
+    return order[:MOST_COPIES]

@@ -65,14 +65,12 @@ CASES = (
 )
 
 
-def worst_place_error(
-    kernel: PlaceHeads, device: torch.device, cases: Sequence[PlacedCase] = CASES, *, kv: str = ""
-) -> float:
+def worst_place_error(kernel: PlaceHeads, device: torch.device, *, kv: str = "") -> float:
     """Return the largest error of placed heads, in units of its bound; NaN counts as infinite.
 
     ``kv``: form of the pool's KV, of those with own kernels; empty: bf16.
     """
-    fitting = (case for case in cases if kv != KV_4BIT or case.dim % 32 == 0)
+    fitting = (case for case in CASES if kv != KV_4BIT or case.dim % 32 == 0)
     return max(place_error(kernel, case, device, kv=kv) for case in fitting)
 
 

@@ -21,7 +21,6 @@ _NEEDED = {
     "tool_result": ("tool_use_id",),
 }
 _OF_USER = ("text", "tool_result")
-_OF_ASSISTANT = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
 def _block_list(value: object) -> object:
