@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.files.durable import sync_names
 from edgepipe.gateway.batches.copies import Copy, resumed
 from edgepipe.gateway.batches.copy_folder import CopyFolder, Reading
 from edgepipe.gateway.batches.database import Database
-from edgepipe.gateway.batches.disk import sync_folder
 from edgepipe.gateway.batches.records import Batch, StoredFile
 
 
@@ -78,4 +78,4 @@ class TakeOver:
                 (self._files / file_id).unlink(missing_ok=True)
                 if source.exists():
                     os.link(source, self._files / file_id)
-        sync_folder(self._files)
+        sync_names(self._files)
