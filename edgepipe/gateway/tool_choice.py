@@ -15,7 +15,7 @@ from edgepipe.gateway.closed_schema import closed_parameters
 from edgepipe.gateway.formats.chat_format import CallForm, Functions
 from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request
-from edgepipe.gateway.schema import MAX_TOOLS
+from edgepipe.gateway.raw_fields import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import Schema, expressible
 from edgepipe.gateway.schema_repair import known_types, repaired, without_booleans
 from edgepipe.gateway.shown_tools import shown_tool

@@ -20,9 +20,7 @@ from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.founding import cluster_of
 from edgepipe.daemon.machine.http_keys import asks_on_loopback, key_file
-from edgepipe.errors import (
-    EdgepipeError,
-)
+from edgepipe.errors import EdgepipeError
 from edgepipe.link.admin_client import Admin
 
 if TYPE_CHECKING:

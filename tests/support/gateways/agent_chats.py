@@ -16,7 +16,8 @@ from typing import Any, cast
 from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.protocols.anthropic.body import MessagesBody
 from edgepipe.gateway.protocols.responses.body import ResponsesBody, asked
-from edgepipe.gateway.schema import ChatBody, validate
+from edgepipe.gateway.schema import ChatBody
+from edgepipe.gateway.strict_body import validate
 from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
 from tests.support.gateways.family_assets import FamilyAssets
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from edgepipe.gateway.content_parts import MAX_PARTS
-from edgepipe.gateway.schema import LongText, Text, WithoutNulls, misfit
+from edgepipe.gateway.schema import LongText, Text
+from edgepipe.gateway.strict_body import WithoutNulls, misfit
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a line of Claude Code's instructions that may differ in each request, so that no prompt would stay cached."""

@@ -11,25 +11,19 @@ from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.other_fields import ANTHROPIC, RefusedFields
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.blocks import Block, Blocks, Turn, instructions
+from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS, JsonSize
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
-    MAX_SCHEMA_CHARS,
     MAX_STOPS,
     MAX_TOKEN_ID,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
     ChatBody,
-    JsonSize,
     LongText,
     StopString,
-    StrictBody,
     Text,
     TokenLimit,
     TokenLimitFromZero,
-    WithoutNulls,
-    misfit,
-    validate,
 )
+from edgepipe.gateway.strict_body import StrictBody, WithoutNulls, misfit, validate
 from edgepipe.gateway.tool_choice import MAX_NAME_CHARS
 from edgepipe.safe_text import one_line
 
