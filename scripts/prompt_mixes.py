@@ -15,7 +15,7 @@ _CLUSTERS = (
     ("4x rtx4090", "qwen2.5-32b:bf16", "1gbit,0.3ms"),
 )
 _PREFIXES = 3  # repositories that agents read
-_LOAD = 0.7  # of the requests per second at which 32 users saturate the cluster
+_LOAD = 0.7  # share of the requests per second at which 32 users saturate the cluster
 
 
 class Mix(NamedTuple):

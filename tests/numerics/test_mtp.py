@@ -38,7 +38,7 @@ from tests.support.numerics.spec_reference import float_weights, reference_draft
 PROMPT = np.random.default_rng(5).integers(0, 64, 37).tolist()
 CHUNKS = (13, 1, 20)
 DEPTH, BLOCK = 3, 8
-TOLERANCE = 2e-4  # of the largest logit
+TOLERANCE = 2e-4  # share of the largest logit
 
 Floats = Mapping[str, np.ndarray]
 

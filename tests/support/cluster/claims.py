@@ -48,7 +48,7 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
 CONFIG = emulated_model_config(num_layers=2)
 EPOCH = Epoch(3, EngineId("engine"))
 GREEDY = SamplingParams(temperature=0.0)
-MOST_CALLS = 200_000  # of Python functions for one message; a large valid one takes some thousands
+MOST_CALLS = 200_000  # bound on calls of Python functions for one message; a large valid one takes some thousands
 _LOG = 5  # output tokens of the attacker's request
 _PROMPT = (1, 2, 3)
 

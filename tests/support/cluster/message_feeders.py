@@ -89,7 +89,7 @@ class Feeder:
     """Takes messages of one method."""
 
     feed: Feed
-    samples: Sequence[Message]  # that it accepts
+    samples: Sequence[Message]  # messages that the receiver accepts
 
 
 async def stream_of(*messages: Any) -> AsyncIterator[Any]:

@@ -242,7 +242,7 @@ class EngineLab:
     """A running engine with its nodes and stages."""
 
     engine: Engine
-    task: asyncio.Task[None]  # that starts and runs it
+    task: asyncio.Task[None]  # the task that starts and runs it
 
     def __init__(self, nodes: list[FakeNode], stages: LocalStages, address: str) -> None:
         self.nodes = nodes

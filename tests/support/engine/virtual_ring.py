@@ -26,7 +26,7 @@ from edgepipe.wire.registrations import Registration
 from edgepipe.wire.reports import StageTimings, StepDone, StepTiming
 from edgepipe.wire.v1 import stage_pb2
 
-LOOK_S = 0.5  # of daemons
+LOOK_S = 0.5  # pause between two looks of a daemon
 T = TypeVar("T")
 
 CONTEXT = 65_536

@@ -31,7 +31,7 @@ class Said:
 
     thought: str = ""
     text: str = ""
-    commands: tuple[str, ...] = ()  # of a shell, each in a call of its own
+    commands: tuple[str, ...] = ()  # commands of a shell, each in a call of its own
 
     def calls(self, program: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the calls by the names of a program's tools."""

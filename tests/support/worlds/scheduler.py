@@ -72,7 +72,7 @@ class Memory:
     # By memory class and place in host memory: what a block or a slot held.
     host: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
     disk: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    moves_behind: list[TierMove] = field(default_factory=list[TierMove])  # of steps that ended before this slice
+    moves_behind: list[TierMove] = field(default_factory=list[TierMove])  # moves of steps that ended before this slice
 
     def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Perform moves to host memory and back, in order."""
