@@ -78,11 +78,8 @@ def test_failed_requests_are_counted_and_do_not_count_as_done() -> None:
 
 def test_a_report_survives_json() -> None:
     report = make_report(FACTS, [request(), request(1)], [step(1, start_s=0.0), step(2, start_s=1.0)])
-    whole = json.loads(json.dumps(report.to_dict(with_records=True)))
-    assert whole["output_tokens_per_s"] == report.output_tokens_per_s
-    assert whole["ttft_s"]["mean"] == report.ttft_s.mean
-    assert [record["index"] for record in whole["requests"]] == [0, 1]
-    assert [record["stages"][1] for record in whole["steps"]] == [[1.0, 1.5], [2.0, 2.5]]
-    short = json.loads(json.dumps(report.to_dict()))
-    assert whole.keys() - short.keys() == {"requests", "steps"}
-    assert short["facts"] == whole["facts"]
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["output_tokens_per_s"] == report.output_tokens_per_s
+    assert values["ttft_s"]["mean"] == report.ttft_s.mean
+    assert values["facts"]["settings"] == dict(FACTS.settings)
+    assert not values.keys() & {"requests", "steps"}, "the records are long"
