@@ -73,10 +73,10 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
     monkeypatch.setattr(Decoder, "logits_of", record(Decoder.logits_of))
     try:
-        from edgepipe_mlx import MlxBackend
+        from edgepipe_mlx.slice_ends import SliceEnds
     except ImportError:
         return found
-    monkeypatch.setattr(MlxBackend, "_logits", record(MlxBackend._logits))
+    monkeypatch.setattr(SliceEnds, "logits", record(SliceEnds.logits))
     return found
 
 
