@@ -231,18 +231,17 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
-def names_hub_settings(environ: Mapping[str, str] | None = None) -> bool:
+def names_hub_settings() -> bool:
     """Return whether the environment has settings of the Hugging Face Hub: a token, or another address.
 
     Or another folder of models. Other processes, such as the node, do not have them.
     """
-    variables = os.environ if environ is None else environ
-    return any(key.startswith("HF_") for key in variables) or f"{ENV_PREFIX}MODELS_DIR" in variables
+    return any(key.startswith("HF_") for key in os.environ) or f"{ENV_PREFIX}MODELS_DIR" in os.environ
 
 
-def asking_user(environ: Mapping[str, str] | None = None) -> str:
+def asking_user() -> str:
     """Return the user who ran ``sudo``; empty without ``sudo``."""
-    return (os.environ if environ is None else environ).get("SUDO_USER", "")
+    return os.environ.get("SUDO_USER", "")
 
 
 def _completed(values: dict[str, Any]) -> Config:

@@ -24,7 +24,7 @@ from edgepipe.cli.output import make_console
 from edgepipe.link.admin_client import Admin
 
 ROUNDS = 2
-_TOKENS = 400  # of an answer: windows find their size within some dozens
+_TOKENS = 400  # length of an answer: windows find their size within some dozens
 STATE_S = 1.0  # an engine tells its node of its counts a few times a second
 _PROMPT = [11, 23, 5, 42, 8, 91, 17, 60] * 4
 

@@ -50,7 +50,7 @@ class _Used(NamedTuple):
     """What the threads of the processes of one kind have used."""
 
     processor_s: float
-    loop_s: float  # of their main threads, which run the event loops
+    loop_s: float  # processor time of their main threads, which run the event loops
     switches: int  # waits of all threads, each of which ends with a wake-up
     segments: int  # TCP segments with data that they sent: about one for each message; 0 without the program ss
 
@@ -69,9 +69,9 @@ class _Measured:
     """Answers of one size on one emulated cluster."""
 
     gap_s: float  # median time between tokens
-    device_s: float  # of one token's step on all devices, by the cost model
+    device_s: float  # one token's step on all devices, by the cost model
     steps: int
-    used: Mapping[str, _Used]  # by kind of process
+    used: Mapping[str, _Used]  # keys are kinds of processes
 
 
 def host_rows(full: bool) -> list[Row]:

@@ -63,7 +63,7 @@ class Ours:
         self._vocab_size = weights.config.vocab_size
         self._backend = TorchBackend(BackendOptions(device=device, threads=threads, settings=dict(settings or {})))
         block_size = max(self._backend.profile().block_sizes)
-        self._blocks = -(-TOKENS_PER_SEQUENCE // block_size)  # of one sequence
+        self._blocks = -(-TOKENS_PER_SEQUENCE // block_size)  # blocks of one sequence
         self._backend.load(make_slices([LayerRange(0, layers)], layers), weights, lambda _progress: None)
         self._backend.allocate_kv(num_blocks=16 * self._blocks, block_size=block_size)
 

@@ -41,7 +41,7 @@ class Stream:
     """One streamed answer as its client saw it."""
 
     began_s: float
-    times_s: list[float] = field(default_factory=list[float])  # of events with tokens
+    times_s: list[float] = field(default_factory=list[float])  # times of events with tokens
     finished: bool = False
 
 

@@ -201,7 +201,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._held: Large | None = None
-        self._figures: dict[tuple[str, str, int], float] = {}  # by mix, kind and count
+        self._figures: dict[tuple[str, str, int], float] = {}  # keys are mix, kind and count
 
     def model(self, mix: str = WIDE) -> Large:
         """Load a model unless it is held."""

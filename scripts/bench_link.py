@@ -49,7 +49,9 @@ from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
 from edgepipe.wire.common import Hello
-from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
+from edgepipe.wire.pipelines import PipelineSpec, spec_to_wire
+from edgepipe.wire.plans import PlanRow, StepPlan
+from edgepipe.wire.registrations import Registration
 from tests.support.engine.pipeline import Control, Driver, epoch
 from tests.support.network.link_load import CHUNK_BYTES, DECODE_BYTES, Load, measure
 from tests.support.network.ports import free_port

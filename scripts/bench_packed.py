@@ -43,7 +43,7 @@ from tests.support.models.quantised_weights import RECIPES
 
 SHORT_TYPES = ("Q4_K", "Q6_K")
 KERNEL_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
-MOST_INSTRUCTIONS, FEWEST_BLOCKS = 295, 2  # of a tile of Q4_K and up to 8 rows; of a multiprocessor, with 64 rows
+MOST_INSTRUCTIONS, FEWEST_BLOCKS = 295, 2  # bounds: a tile of Q4_K and up to 8 rows; a multiprocessor with 64 rows
 ALL_TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL")
 
 

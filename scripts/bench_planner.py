@@ -52,7 +52,7 @@ from edgepipe.units import parse_link
 from edgepipe.wire.surveys import cluster_of
 from tests.support.worlds.brute_force import brute_force
 
-_CHATS = 8  # of the real model
+_CHATS = 8  # chats with the real model
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96
 MODEL = "qwen2.5-14b"
 LINK, SLOW_LINK = "1gbit,0.5ms", "100mbit,5ms"
@@ -78,7 +78,7 @@ MIXED = (
     "2x rtx4090, 2x m1max",
     "rtx5090, rtx4090, rtx3090, m4max",
 )
-RUNTIME = (1, 3, 10, 18)  # of the mixed ones, unless --full: for splits
+RUNTIME = (1, 3, 10, 18)  # mixed clusters that run, unless --full: for splits
 RIGHT = (0, 2, 8, 15)  # the same, for predictions
 
 

@@ -61,13 +61,13 @@ SIMULATED_ONLY = (
     lone(_FOUR, "qwen3-8b:q4_k_m", _LAN, 8_192),
     replace(lone(_FOUR, "qwen3-8b:q4_k_m", _LAN, 65_536), context=66_000),
 )
-_SIMULATED_TARGET, _RUNTIME_TARGET = 1.15, 1.22  # of the bound
+_SIMULATED_TARGET, _RUNTIME_TARGET = 1.15, 1.22  # multiples of the bound
 _AGREEMENT = 8.0  # percent
 _NOISE = 1.05  # ratio of the same code's times in two processes
 _GOALS_S = (0.05, 0.1, 0.3)
 _SEEDS = (1, 2, 3)
 _CHAT_CONTEXT = 400  # tokens of a chat beside the prompt, in the mean
-_SAME = 1.01  # of two times that jitter alone tells apart
+_SAME = 1.01  # ratio of two times that jitter alone explains
 _BUDGETS = (256, 512, 1024, 2048, 4096)  # tokens of a rival's step
 
 

@@ -46,7 +46,7 @@ TESTS = {
 }
 LONG = 4096  # tokens
 LARGE_MIXERS = ("gated DeltaNet, heads of 128", "Mamba-2, states of 128", "short convolution")
-FORMS_BOUND = 1e-3  # of the largest logit
+FORMS_BOUND = 1e-3  # share of the largest logit
 TOKENS, FULL_TOKENS = 10_000, 500_000
 THREADS = (1, 2)
 STEP_ROWS, FULL_STEP_ROWS = (1, 4), (1, 4, 16, 64)

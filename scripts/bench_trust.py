@@ -47,7 +47,7 @@ SOCKETS = 500
 JOIN_ROUNDS = 3
 PAIR_ROUNDS = 20
 WAIT_S = 60.0
-GROWTH_BYTES = 8 << 20  # of a process that fuzzed for minutes: arenas of the allocator move by a few MB
+GROWTH_BYTES = 8 << 20  # growth of a process that fuzzed for minutes: arenas of the allocator move by a few MB
 
 
 def pairing_rows() -> list[Row]:

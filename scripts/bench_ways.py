@@ -34,7 +34,7 @@ from edgepipe.store.typed_names import planned_name
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model
 
-LINES_UNDER_WAY = 224  # of one batch, as gateways run it
+LINES_UNDER_WAY = 224  # lines of one batch, as gateways run it
 MIXES = (
     ("4x rtx4090", "qwen2.5-32b:bf16", "1gbit,0.3ms", "azure"),
     ("4x rtx4090", "qwen2.5-32b:bf16", "1gbit,0.3ms", "sharegpt"),

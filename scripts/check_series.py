@@ -38,7 +38,7 @@ class Series(Generic[FigureT]):
 
     checks: Sequence[Check[FigureT]]
     facts: dict[str, Any]  # what all results depend on, such as device and commit
-    path: Path  # of the JSON file
+    path: Path  # path of the JSON file
     budget_s: float
     now_s: Callable[[], float]
     show: Callable[[FigureT], None]

@@ -17,7 +17,14 @@ from edgepipe.cli.bench.run import BenchRun, EmulatedRun, bench_emulated
 from edgepipe.scheduler import Priority
 from edgepipe.scheduler.batch_ways import AUTO, TEMPORAL, THROTTLED
 from edgepipe.shapes.loader import named_shape
-from edgepipe.simulation.workload import Arrivals, FixedLengths, Lengths, WorkloadSpec, make_workload, named_lengths
+from edgepipe.simulation.workload import (
+    Arrivals,
+    FixedLengths,
+    LengthDistribution,
+    WorkloadSpec,
+    make_workload,
+    named_lengths,
+)
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeRequest
 
@@ -44,7 +51,7 @@ MIXES = {
 }
 
 
-def lengths_of(text: str) -> tuple[Lengths, Lengths]:
+def lengths_of(text: str) -> tuple[LengthDistribution, LengthDistribution]:
     """Return the lengths of prompts and answers of a name, or of two numbers with a plus."""
     if "+" in text:
         prompt, output = (FixedLengths(tokens=int(tokens)) for tokens in text.split("+"))

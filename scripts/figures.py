@@ -21,7 +21,7 @@ os.environ.setdefault("EDGEPIPE_LOCAL_KEY", "no")  # benches ask their nodes' HT
 
 ROOT = Path(__file__).resolve().parent.parent
 _AT_START = psutil.cpu_times()
-_MUCH_STOLEN = 0.02  # of the processors' time, by others that share them with this virtual machine
+_MUCH_STOLEN = 0.02  # share of the processors' time that others on this virtual machine's host take
 
 
 class Row(NamedTuple):

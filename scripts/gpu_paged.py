@@ -26,8 +26,8 @@ from edgepipe.spec.kv_forms import KV_FORMS, vector_bytes
 
 CONTEXTS = (8_192, 32_768)  # keys
 _ROWS = (1, 16)
-_MOST_KEYS = 131_072  # of all rows together
-_UNCACHED_BYTES = 256e6  # of all layers' keys and values: more than any GPU caches
+_MOST_KEYS = 131_072  # keys of all rows together
+_UNCACHED_BYTES = 256e6  # keys and values of all layers: more than any GPU caches
 _REPLAYS, _ROUNDS = 5, 5
 
 
@@ -91,7 +91,7 @@ class Layers:
         self._heads = heads = shape.heads(device)
         self._kernel = library.paged(paged_form(heads, kv))
         pages, sizes = context // PAGE_TOKENS, (heads.head_dim, heads.value_width)
-        self.read_bytes = rows * context * heads.entries * vector_bytes(kv or "bfloat16", *sizes)  # by one call
+        self.read_bytes = rows * context * heads.entries * vector_bytes(kv or "bfloat16", *sizes)  # by a call
         self._count = max(2, -int(-_UNCACHED_BYTES // self.read_bytes))
         shape_of_one = rows * pages, PAGE_TOKENS, heads.entries, heads.head_dim
         made = (torch.randn(shape_of_one, dtype=torch.bfloat16, device=device) for _ in range(self._count))

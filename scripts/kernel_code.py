@@ -23,7 +23,7 @@ from edgepipe_torch.cuda.kernels.products import WARPS, column_tiles_of, partial
 from edgepipe_torch.cuda.kernels.products import warps_down as warps_down_of
 
 _OUT, _IN = 4096, 4096  # features of the product whose shared memory counts
-_LATENCY_S = 0.6e-6  # of a read from memory
+_LATENCY_S = 0.6e-6  # latency of a read from memory
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;/]+);")
 _LABEL = re.compile(r"^\s*(?P<label>\.L_x_\d+):")
 _REGCOUNT = 0x2F  # EIATTR_REGCOUNT of .nv.info
@@ -37,7 +37,7 @@ class Card:
     architecture: int
     multiprocessors: int
     bytes_per_s: float  # effective
-    registers: int = 65_536  # of a multiprocessor
+    registers: int = 65_536  # registers of a multiprocessor
     threads: int = 2048
     shared_bytes: int = 0
 
@@ -138,7 +138,7 @@ class FormCode:
 
     rows: int
     registers: int
-    blocks: int  # of a multiprocessor
+    blocks: int  # blocks that a multiprocessor holds
     instructions: float | None  # for a tile and a warp; None: not disassembled
 
 

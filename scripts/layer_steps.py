@@ -68,7 +68,7 @@ class Stage:
         sizes = resident_sizes(shape, forms, kind="torch-cpu", dtype="float32")
         self.expert_bytes = sum(sizes.experts)
         self.other_bytes = sum(sizes.layers) - self.expert_bytes
-        self.state_bytes = shape.state_bytes()  # of a sequence
+        self.state_bytes = shape.state_bytes()  # state of a sequence
         self.token_flops = 2 * sum(multiplied_parameters(spec, config.hidden_size) for spec in specs)
         self.experts = next((spec.experts for spec in specs if spec.experts is not None), None)
         self._inputs = probe_rows(config.hidden_size)

@@ -10,7 +10,7 @@ from pathlib import Path
 import coverage  # pyright: ignore[reportMissingImports]
 import pytest
 
-_seconds: dict[str, float] = {}  # of the tests that passed
+_seconds: dict[str, float] = {}  # seconds of the tests that passed
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ _OTHERS = (
     "ZeroIterationForLoop",
 )
 _AUGMENTED = ("+", "-", "*", "|", "&")
-_MOST_NUMBER = 100  # in larger constants, one more or less is no fault
+_MOST_NUMBER = 100  # larger constants stay: one more or less is no fault
 Place = tuple[int, int]  # line from 1, column from 0
 
 

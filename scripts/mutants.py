@@ -45,7 +45,7 @@ ALSO = (
 )
 NO_TESTS = ("cli", "mlx", "torch")  # folders of tests/unit that take minutes and run few pure lines
 QUICK_FILES = 3  # files of tests that run first; most mutants die there
-LAST_S = 60.0  # of measured time: more tests of a line than this are left out, the slowest first
+LAST_S = 60.0  # bound on a line's tests in measured time: more of them are left out, the slowest first
 START_S = 120.0  # for a run of pytest besides its tests
 SLOWER = 8.0  # than measured: a run that takes longer hangs
 
@@ -62,7 +62,7 @@ class Outcome:
 class Contexts:
     """Which tests run a line, and how long each takes."""
 
-    by_line: dict[str, dict[int, list[str]]]  # by path and line: node ids
+    by_line: dict[str, dict[int, list[str]]]  # node ids by path and line
     seconds: dict[str, float]
 
     def tests(self, path: str, line: int) -> list[str]:

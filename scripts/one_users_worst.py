@@ -59,11 +59,11 @@ class Measured:
     case: HostileCase
     alone: Waits
     beside: Waits
-    answers: dict[str, int]  # of the hostile user, by status
+    answers: dict[str, int]  # answers to the hostile user, by status
     complaints: list[str]
     epochs_ended: int
     gateway_mib: float  # peak
-    grown_mib: float  # of all processes together
+    grown_mib: float  # growth of all processes together
     calm: bool  # whether the bystander is served again after it
 
 

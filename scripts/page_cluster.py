@@ -32,7 +32,7 @@ class PageCluster:
     """A running cluster."""
 
     nodes: Sequence[StartedNode]
-    admin: Admin  # of the first node
+    admin: Admin  # the first node
     model: str
 
     @property

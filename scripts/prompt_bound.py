@@ -20,7 +20,7 @@ from edgepipe.simulation.imagined import Imagined
 
 _COUNTS = (*range(1, 17), *range(18, 64, 3))  # numbers of chunks
 _SIZES = (32, 64, 128, 256)  # tokens of small chunks: backends do not widen packed weights for up to 64
-_PIECES = 16  # of a prompt beside chats: the best size holds for each
+_PIECES = 16  # pieces of a prompt beside chats: the best size holds for each
 _LATE = 0.11  # share by which a late turn is longer than the mean, over the root of its steps, which vary by 5 %
 _GRID = 65  # positions between which a device's time is interpolated
 

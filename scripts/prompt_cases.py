@@ -31,7 +31,7 @@ class Case:
     model: str
     link: str
     asked: tuple[Asked, ...]
-    users: int = 0  # of a closed loop; 0: requests come at their times
+    users: int = 0  # users of a closed loop; 0: requests come at their times
     prefix_tokens: int = 0
     policy: str = "throttled"
     max_tokens: int = 2048  # budget of the policy
@@ -42,7 +42,7 @@ class Case:
     jitter: str = "0"
     seed: int = 0
     goal_s: float | None = None  # ITL goal; infinite: off; None: the tree's default
-    device_settings: tuple[tuple[str, str], ...] = ()  # of every device: they override the tree's constants
+    device_settings: tuple[tuple[str, str], ...] = ()  # settings of every device: they override the tree's constants
     timed: bool = False  # measure the scheduler's processor time: no step is skipped
 
     def to_json(self) -> str:
@@ -76,7 +76,7 @@ class Served(NamedTuple):
     """What a case gave; times in seconds."""
 
     tokens_per_s: float
-    ttfts_s: list[float]  # by request
+    ttfts_s: list[float]  # one entry for each request
     gaps_s: list[float]  # between tokens of one request, without those of long prompts
     num_steps: int
     idle: float  # share of the span in which a device waited, mean over stages

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from prompt_cases import Asked, Case
 
-from edgepipe.simulation.workload import FixedLengths, Lengths, LognormalLengths, named_lengths
+from edgepipe.simulation.workload import FixedLengths, LengthDistribution, LognormalLengths, named_lengths
 
 _CLUSTERS = (
     ("2x rtx4090", "qwen2.5-32b:q4_k_m", "1gbit,0.3ms"),
@@ -15,7 +15,7 @@ _CLUSTERS = (
     ("4x rtx4090", "qwen2.5-32b:bf16", "1gbit,0.3ms"),
 )
 _PREFIXES = 3  # repositories that agents read
-_LOAD = 0.7  # of the requests per second at which 32 users saturate the cluster
+_LOAD = 0.7  # share of the requests per second at which 32 users saturate the cluster
 
 
 class Mix(NamedTuple):
@@ -28,8 +28,8 @@ class Mix(NamedTuple):
 
 class _Kind(NamedTuple):
     name: str
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthDistribution
+    output: LengthDistribution
     prefix_tokens: int
     long: bool
     saturated_per_s: tuple[float, ...]  # requests per second of 32 users, by cluster, as the tree before serves them

@@ -21,7 +21,7 @@ from edgepipe.backend.devices import parse_devices
 from edgepipe.scheduler import Scheduler, make_policy
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
-from edgepipe.simulation.report import RequestRecord
+from edgepipe.simulation.report import ObservedRequest
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import Arrivals, Workload, WorkloadRequest
 from edgepipe.store.typed_names import planned_name
@@ -103,7 +103,7 @@ def workload_of(case: Case) -> Workload:
     )
 
 
-def _gaps_s(requests: tuple[RequestRecord, ...] | list[RequestRecord]) -> list[float]:
+def _gaps_s(requests: tuple[ObservedRequest, ...] | list[ObservedRequest]) -> list[float]:
     return [after - before for each in requests for before, after in pairwise(each.token_times_s)]
 
 

@@ -54,7 +54,7 @@ def real_model_rows(model: StoredModel) -> list[Row]:
 
 class _Round(NamedTuple):
     per_s: float
-    step_ms: list[float]  # of each stage, meanwhile
+    step_ms: list[float]  # step time of each stage, meanwhile
 
 
 def _round(node: Node, *, users: int = _USERS, rows: int = _USERS // 2) -> _Round:

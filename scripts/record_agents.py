@@ -23,7 +23,7 @@ from tests.support.gateways.agent_chats import FOLDER, SCRIPT, cut
 from tests.support.gateways.agent_programs import AgentEngine, agents_gateway, calls, run_agent
 
 QUESTIONS = ("Find out what the project prints.", "Greet in the morning, too.", "Thanks. Is all of it tested?")
-KEPT_CHARS = 160  # of a text of the program's makers
+KEPT_CHARS = 160  # characters kept of a text of the program's makers
 SHORT_CHARS = 400  # texts up to here stay whole
 HEADERS = ("anthropic-version", "anthropic-beta", "user-agent")
 IDENTITY = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\b[0-9a-f]{64}\b")
@@ -42,7 +42,7 @@ class Request:
 class Tap:
     """Passes connections on to a gateway, and keeps the requests in their order."""
 
-    port: int  # of the gateway
+    port: int  # port of the gateway
     requests: list[Request] = field(default_factory=list[Request])
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -207,7 +207,7 @@ def config_of(family: Family, hidden: int, layers: int | None = None) -> transfo
     if family.config.startswith("Gemma4"):
         sizes |= {"global_head_dim": 2 * head}
     if family.config in ("MixtralConfig", "GptOssConfig", "MiniMaxM2Config", "GraniteMoeHybridConfig"):
-        sizes["intermediate_size"] = hidden  # of each expert
+        sizes["intermediate_size"] = hidden  # size of each expert
     if family.config == "MiniMaxM2Config":
         sizes["rotary_dim"] = head // 2
     if "kv_lora_rank" in family.values:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-FLOAT_BAR = 1e-4  # of the largest logit
+FLOAT_BAR = 1e-4  # share of the largest logit
 FLOAT_FORMS = ("folder", "F32", "F16", "BF16")
 _KL_NOISE = 1e-8  # nats; below it, rounding of float32 decides
 

@@ -46,8 +46,8 @@ def reuse_rows(full: bool) -> list[Row]:
 
 class _Ttfts(NamedTuple):
     first_s: float
-    again_s: float  # of a prompt with another last token
-    parted_s: float  # of one whose last tenth differs
+    again_s: float  # prompt with another last token
+    parted_s: float  # prompt whose last tenth differs
 
 
 def _prompts(number: int) -> tuple[list[int], list[int], list[int]]:

@@ -32,7 +32,7 @@ async def healed(full: bool) -> list[Row]:
     able = [one for one in wanted if lan or not one.needs_lan]
     for _, same in itertools.groupby(able, key=lambda fault: fault.cluster):
         faults = list(same)
-        while faults:  # in a new cluster after one that was not healed
+        while faults:  # a cluster that was not healed is followed by a new one
             with tempfile.TemporaryDirectory(prefix="edgepipe-heal-") as place:
                 async with faults[0].cluster(Path(place)) as clients:
                     met: bool | None = True

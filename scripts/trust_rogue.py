@@ -63,7 +63,7 @@ async def _attack(nodes: Nodes) -> list[Row]:
         watching = [asyncio.ensure_future(one.run()) for one in (watch, beside)]
         watch.begin()
         await asyncio.sleep(QUIET_S)
-        watch.remember()  # by now the spare stages have read their libraries
+        watch.remember()  # the spare stages have read their libraries by now
         quiet_s = watch.longest_s
         rows = [Row(f"longest pause of a node in {QUIET_S:.0f} s without an attack", quiet_s, "s")]
         for attack in ATTACKS:

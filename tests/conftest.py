@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
 _SMALL_TOKENIZER_BYTES = 1 << 20
-_LOG_LINES = 25  # of each node, beside a failure
+_LOG_LINES = 25  # log lines of each node, beside a failure
 
 
 @pytest.hookimpl(wrapper=True)

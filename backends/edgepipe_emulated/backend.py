@@ -85,7 +85,7 @@ class EmulatedBackend:
         self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # one tuple per slice index
         self._states = StateStorage((), 0)
         self._kv_bytes = 0
-        self._move_s: tuple[float, ...] = ()  # of a block or a slot between the device and host memory, by class
+        self._move_s: tuple[float, ...] = ()  # time to move a block or slot to or from host memory, by class
         self._num_submitted = 0
 
     @property

@@ -76,10 +76,10 @@ class SingleTokens:
     def __init__(self, config: ModelConfig, tokens: Sequence[int]) -> None:
         self.vocab_size = config.vocab_size
         self._layers = [_Layer.of(config, layer, int(key)) for layer, key in enumerate(_keys(config))]
-        self._sums = [0] * len(self._layers)  # of each layer: the sum of what tokens left, or its state
+        self._sums = [0] * len(self._layers)  # one entry for each layer: the sum of what tokens left, or its state
         self._windows: list[list[int]] = [[0] for _ in self._layers]  # sums [tokens + 1] of layers with a window
         self._before: deque[tuple[list[int], int]] = deque(maxlen=_MOST_BACK)  # sums and state before the last tokens
-        self._state = 0  # behind the last layer, of the last token
+        self._state = 0  # state behind the last layer, for the last token
         self.length = 0  # number of tokens
         for token in tokens:
             self.append(token)
@@ -126,7 +126,7 @@ class _Layer:
     key: int
     attends: bool
     window: int  # tokens; 0: all
-    factor: int  # of a recurrent layer; 0: another kind
+    factor: int  # factor of a recurrent layer; 0: another kind of layer
     experts: tuple[int, ...]  # their keys
 
     @classmethod

@@ -21,7 +21,7 @@ Layers = slice | npt.NDArray[np.int64]
 """Layers of a pool: a slice (view) if they follow one another, else indices."""
 
 
-GIVEN_BACK = np.uint64(0xDEAD_BEEF_DEAD_BEEF)  # what a place in host memory holds whose memory the system has
+GIVEN_BACK = np.uint64(0xDEAD_BEEF_DEAD_BEEF)  # content of a place in host memory whose memory the system has
 
 
 class KVStorage:

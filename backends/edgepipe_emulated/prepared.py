@@ -52,7 +52,7 @@ class BegunSpan(NamedTuple):
 class Rests(NamedTuple):
     """Lower bits of KV, in one memory class."""
 
-    begun: Sequence[BegunSpan]  # of the rows that go on with a span
+    begun: Sequence[BegunSpan]  # one for each row that goes on with a span
     kept: npt.NDArray[np.int64]  # [K] packed tokens whose lower bits are stored
     slots: npt.NDArray[np.int64]  # [K] their slots
 
@@ -67,7 +67,7 @@ class PreparedStep:
     past: tuple[Past, ...]  # earlier tokens that each group reads
     row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
-    rests: tuple[Rests, ...] = ()  # for each class; empty: the form of KV has no spans
+    rests: tuple[Rests, ...] = ()  # one for each class; empty: the form of KV has no spans
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +17,6 @@ from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
     UNKNOWN_ID,
     Activations,
-    ActivationType,
     BackendOptions,
     DeviceProfile,
     DraftStep,
@@ -26,7 +24,6 @@ from edgepipe.backend.types import (
     LoadProgress,
     LogitEdits,
     PackedProducts,
-    ScoreRows,
     SlowPath,
     Step,
     StepOutput,
@@ -37,14 +34,11 @@ from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.plain_words import plain
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.kv_forms import KV_FORMS, span_tokens
-from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.memory_classes import stage_classes
-from edgepipe.spec.tensors import WeightInfo, WeightSource
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.units import format_bytes
-from edgepipe.weights.resident import WIDE, keeps_blocks
+from edgepipe.weights.resident import WIDE
 from edgepipe_mlx.attention import LayerPages, LayerStep, StepArrays
-from edgepipe_mlx.blocks.checking import block_errors, checked_kernels
-from edgepipe_mlx.blocks.kernels import BlockKernels
 from edgepipe_mlx.device import (
     BLOCK_SIZES,
     check_device,
@@ -60,20 +54,14 @@ from edgepipe_mlx.device import (
     stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
-from edgepipe_mlx.host_copies import HostCopies, MovedLayer
 from edgepipe_mlx.kernel_errors import packed_errors
-from edgepipe_mlx.kv import KVPool, KVStorage
-from edgepipe_mlx.latent_kv import latent_pool
+from edgepipe_mlx.kv import KVPool
 from edgepipe_mlx.layers import DecoderLayer
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
-from edgepipe_mlx.packed_kv import packed_pool
-from edgepipe_mlx.packing import mlx_form
-from edgepipe_mlx.pages.checking import checked_pages, page_errors
-from edgepipe_mlx.pages.kernels import PageKernels
-from edgepipe_mlx.pages.rows import PageForm, page_form
+from edgepipe_mlx.own_kernels import OwnKernels
+from edgepipe_mlx.slice_ends import SliceEnds
+from edgepipe_mlx.stage_memory import PoolSizes, StageMemory
 from edgepipe_mlx.states import LayerStates, StateStep, StepStates
-
-SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,27 +103,26 @@ class MlxBackend:
         self._options = options
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
-        self._packed, self._own_sizes = choose_packing(options.settings.get("weights", "auto"))
-        self._checked: BlockKernels | SlowPath | None = None  # kernels of K types; None: not checked yet
-        self._own_attention = choose_attention(options.settings.get("attention", "auto"))
+        self._packed, own_products = choose_packing(options.settings.get("weights", "auto"))
         self._kv = checked_kv(options.kv)
+        self._own = OwnKernels(
+            self._device,
+            self._dtype,
+            products=own_products,
+            attention=choose_attention(options.settings.get("attention", "auto")),
+            kv=self._kv,
+        )
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
         self._slow_paths: tuple[SlowPath, ...] = ()
-        # Forms of attention that were checked, and what came of it.
-        self._checked_pages: tuple[frozenset[PageForm], PageKernels | SlowPath] | None = None
-        self._pages: dict[int, LayerPages] = {}  # by a layer's index in the model
-        # One list per slice index, with an entry for each layer with a mixer.
-        self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
-        self._reads: dict[int, ExpertReads] = {}  # one per slice index
+        self._pages: dict[int, LayerPages] = {}  # keys are indices of layers in the model
+        # By slice index.
+        self._ends: dict[int, SliceEnds] = {}
+        self._reads: dict[int, ExpertReads] = {}
         self._started: StepTicket | None = None  # ticket that is not collected
         self._waiting: tuple[StepTicket, list[mx.array]] | None = None  # submitted, not started; see ``_start``
-        self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
-        self._num_blocks = 0
-        self._block_size = 0
-        self._window_blocks: tuple[int, ...] = ()
-        self._state_slots = 0
-        self._host: HostCopies | None = None
+        self._sizes = PoolSizes()
+        self._memory: StageMemory | None = None
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system.
@@ -144,19 +131,14 @@ class MlxBackend:
         """
         configure(self._device)
         found = measure(self._device, self._dtype_name, self._dtype)
-        kind = "mlx" if self._blocks() is None else "mlx-blocks"
+        kind = "mlx" if self._own.blocks() is None else "mlx-blocks"
         return replace(found, packing=kind if self._packed else WIDE, kv_forms=KV_FORMS, keeps_states=True)
 
     def kernel_errors(self) -> Iterator[KernelError]:
         """Compare products of packed weights with float64. See ``CheckingBackend``."""
         configure(self._device)
         yield from packed_errors(self._weight_types())
-        if self._blocks() is not None:
-            yield from block_errors(self._dtype)
-        elif isinstance(self._checked, SlowPath):
-            yield KernelError(kernel="products of K types at their own size", reason=self._checked.reason)
-        if self._own_attention and not is_cpu(self._device):
-            yield from page_errors(self._dtype)
+        yield from self._own.errors()
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -171,11 +153,11 @@ class MlxBackend:
             part.part.index: ExpertReads([layer.mixture for layer in part.layers if layer.mixture is not None])
             for part in self._shard.slices
         }
+        self._ends = {part.part.index: self._make_ends(self._shard.config, part) for part in self._shard.slices}
         if self._packed:
             infos = [info for part in slices for info in weights.weights(part)]
-            self._products = _products(infos, own=self._blocks() is not None)
-            if isinstance(self._checked, SlowPath) and any(_is_of_blocks(info) for info in infos):
-                self._slow_paths = (self._checked,)
+            self._products = self._own.products(infos)
+            self._slow_paths = self._own.slow_products(infos)
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallback last."""
@@ -183,44 +165,8 @@ class MlxBackend:
 
     def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
         """Return what the loaded weights lack. See ``ExplainingBackend``."""
-        _, found = self._page_kernels(block_size)
-        return (*self._slow_paths, found) if isinstance(found, SlowPath) else self._slow_paths
-
-    def _page_kernels(self, block_size: int) -> tuple[dict[int, PageForm], PageKernels | SlowPath | None]:
-        """Return the forms of attention of the loaded layers, and their kernels, once they are checked."""
-        if not self._own_attention or is_cpu(self._device):
-            return {}, None
         shard = self._loaded()
-        forms: dict[int, PageForm] = {}
-        for index in (layer for part in shard.slices for layer in part.part.layers):
-            spec = shard.config.layers[index].attention
-            form = spec and page_form(spec, block_size=block_size, dtype=self._dtype, kv=self._kv)
-            if form is not None:
-                forms[index] = form
-        wanted = frozenset(forms.values())
-        if self._checked_pages is None or self._checked_pages[0] != wanted:
-            self._checked_pages = wanted, checked_pages(wanted)
-        return forms, self._checked_pages[1]
-
-    def _find_pages(self, block_size: int) -> dict[int, LayerPages]:
-        """Return how the loaded layers attend over pages; no layer does where a kernel failed its check."""
-        forms, kernels = self._page_kernels(block_size)
-        if kernels is None or isinstance(kernels, SlowPath):
-            return {}
-        found: dict[int, LayerPages] = {}
-        for index, form in forms.items():
-            spec = self._loaded().config.layers[index].attention
-            assert spec is not None
-            found[index] = LayerPages(kernels=kernels, form=form, scale=spec.logit_scale, cap=spec.softcap)
-        return found
-
-    def _blocks(self) -> BlockKernels | None:
-        """Return the kernels of K types, once they are checked; None: MLX's own kernels take their place."""
-        if not self._own_sizes or is_cpu(self._device):
-            return None
-        if self._checked is None:
-            self._checked = checked_kernels(self._dtype)
-        return None if isinstance(self._checked, SlowPath) else self._checked
+        return (*self._slow_paths, *self._own.slow_attention(shard.config, _layers(shard), block_size))
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
@@ -238,44 +184,32 @@ class MlxBackend:
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
-        self._pools = {}
-        self._forget_host()
+        self._forget_memory()
         mx.clear_cache()
         parts = [part.part for part in shard.slices]
         classes = stage_classes(shard.config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(shard.config, own, block_size) * count for count, own in classes)
         state_bytes = shard.config.state_bytes(layer for part in parts for layer in part.layers)
         self._check_room(num_bytes + state_bytes * (state_slots + 1))  # one holds zeros
-        self._class_of = {layer: n for n, (_, own) in enumerate(classes) for part in own for layer in part.layers}
+        self._sizes = PoolSizes(
+            num_blocks=num_blocks, block_size=block_size, window_blocks=tuple(window_blocks), state_slots=state_slots
+        )
         with self._memory_errors("the KV cache"):
-            self._pools = {
-                part.index: [
-                    self._make_pool(
-                        shard.config.layers[layer],
-                        num_blocks=classes[self._class_of[layer]][0],
-                        block_size=block_size,
-                        state_slots=state_slots,
-                    )
-                    for layer in part.layers
-                ]
-                for part in parts
-            }
-        self._pages = self._find_pages(block_size)
-        self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
-        self._state_slots = state_slots
+            self._memory = StageMemory(shard.config, parts, self._sizes, dtype=self._dtype, kv=self._kv)
+        self._pages = self._own.pages(shard.config, _layers(shard), block_size)
         if host_places:
             with self._memory_errors("the KV cache in RAM"):
-                self._host = HostCopies(list(self._moved_layers()), host_places, block_size)
+                self._memory.add_host(host_places)
 
     def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
         return lay_out_step(
             step,
-            block_size=self._block_size,
-            num_blocks=self._num_blocks,
-            window_blocks=self._window_blocks,
-            state_slots=self._state_slots,
-            span=span_tokens(self._kv, self._block_size),
+            block_size=self._sizes.block_size,
+            num_blocks=self._sizes.num_blocks,
+            window_blocks=self._sizes.window_blocks,
+            state_slots=self._sizes.state_slots,
+            span=span_tokens(self._kv, self._sizes.block_size),
             dtype=np.int32,
         )
 
@@ -287,19 +221,18 @@ class MlxBackend:
         If both ran, the first one's reads would make the second one copy the KV pools instead of updating them. So only
         the work of this thread overlaps the step before. Raises ShardMismatch.
         """
-        part = self._slice(prepared.slice_index)
-        hidden = self._hidden(part, prepared, inputs)
+        part, ends, memory = self._slice(prepared.slice_index), self._ends[prepared.slice_index], self._allocated()
+        hidden = ends.hidden(prepared.num_tokens, inputs)
         if self._started is not None and (prepared.moves or prepared.copies or prepared.scores is not None):
             mx.eval(self._started.array)  # building the graph evaluates a part of this step
-        if self._host is not None:
-            self._host.move(prepared.moves)
-        self._copy_blocks(prepared)
-        pools = self._pools[prepared.slice_index]
+        memory.move(prepared.moves)
+        memory.copy(prepared.copies)
+        pools = memory.pools(prepared.slice_index)
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
-        states = StepStates(prepared, zeros=self._state_slots)
+        states = StepStates(prepared, zeros=self._sizes.state_slots)
         wanted = mx.array(prepared.logit_rows) if part.part.head and len(prepared.logit_rows) else None
         drafts = part.mtp is not None and prepared.next_ids is not None
-        hidden = self._run_layers(part, pools, arrays, states, hidden, None if drafts else wanted)
+        hidden = self._run_layers(part, memory, arrays, states, hidden, None if drafts else wanted)
         kept: mx.array | None = None
         if part.norm is not None:
             hidden = part.norm.rows(hidden)
@@ -307,8 +240,8 @@ class MlxBackend:
             kept = self._follow(part, prepared, arrays, hidden)
             hidden = hidden if wanted is None else hidden[wanted]
         sampled, scored = hidden[: prepared.num_sampled], hidden[prepared.num_sampled :]
-        array = self._logits(part, sampled) if part.part.head else self._leaving(hidden)
-        scores = self._scores(part, scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
+        array = ends.logits(sampled) if part.part.head else ends.leaving(hidden)
+        scores = ends.scores(scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
         ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share, kept=kept)
         updated = [
@@ -358,14 +291,14 @@ class MlxBackend:
                 finals, ids = finals[going], ids[going]
             layout = lay_out_step(
                 each.step,
-                block_size=self._block_size,
-                num_blocks=self._num_blocks,
-                span=span_tokens(self._kv, self._block_size),
+                block_size=self._sizes.block_size,
+                num_blocks=self._sizes.num_blocks,
+                span=span_tokens(self._kv, self._sizes.block_size),
                 dtype=np.int32,
             )
             finals = self._predict(part, self._arrays(layout), ids, finals, mx.array(layout.logit_rows))
-            ids = mx.argmax(self._logits(part, finals), axis=-1).astype(mx.int32)
-            mx.eval(ids, self._mtp_pool(part).arrays)
+            ids = mx.argmax(self._ends[step.slice_index].logits(finals), axis=-1).astype(mx.int32)
+            mx.eval(ids, self._allocated().last_pool(step.slice_index).arrays)
             found.append(ids)
         return guesses_of(step, [np.array(each, dtype=np.int64) for each in found])
 
@@ -385,19 +318,9 @@ class MlxBackend:
     ) -> mx.array:
         """Run the layer that predicts one token more for tokens behind the step's; returns [R, H] of rows wanted."""
         assert part.mtp is not None
-        own = self._layer_step(part.part.layers.end - 1, part.layers[-1], self._mtp_pool(part), step)
-        return part.mtp.run(self._embedded(part, ids), finals, own, wanted)
-
-    def _mtp_pool(self, part: LoadedSlice) -> KVPool:
-        pool = self._pools[part.part.index][-1]
-        assert pool is not None
-        assert not isinstance(pool, LayerStates)
-        return pool
-
-    def _embedded(self, part: LoadedSlice, ids: mx.array) -> mx.array:
-        assert part.embedding is not None
-        scale, embedded = self._loaded().config.embedding_scale, part.embedding.rows(ids)
-        return embedded if scale == 1 else embedded * scale
+        pool = self._allocated().last_pool(part.part.index)
+        own = self._layer_step(part.part.layers.end - 1, part.layers[-1], pool, step)
+        return part.mtp.run(self._ends[part.part.index].embedded(ids), finals, own, wanted)
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
@@ -407,17 +330,15 @@ class MlxBackend:
         """Release weights, pools and MLX's cached buffers."""
         self._shard = None
         self._products, self._slow_paths = (), ()
-        self._pools, self._pages = {}, {}
-        self._forget_host()
-        self._reads = {}
+        self._forget_memory()
+        self._ends, self._reads = {}, {}
         self._started = self._waiting = None
-        self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
-    def _forget_host(self) -> None:
-        if self._host is not None:
-            self._host.close()
-        self._host = None
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        self._memory, self._sizes, self._pages = None, PoolSizes(), {}
 
     def _weight_types(self) -> WeightTypes:
         """Choose by the device. Packed scales are as wide as the compute dtype."""
@@ -427,7 +348,7 @@ class MlxBackend:
             packed=self._packed,
             in_float32=on_cpu,
             inputs_first=on_cpu and self._dtype == mx.float32,
-            blocks=self._blocks(),
+            blocks=self._own.blocks(),
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
@@ -442,7 +363,7 @@ class MlxBackend:
     def _run_layers(
         self,
         part: LoadedSlice,
-        pools: list[KVPool | LayerStates | None],
+        memory: StageMemory,
         steps: Sequence[StepArrays],
         states: StepStates,
         hidden: mx.array,
@@ -453,12 +374,12 @@ class MlxBackend:
         The last layer computes its feed-forward part for these rows only.
         """
         own_layers = part.layers[: part.num_own]
-        for index, layer, pool in zip(part.part.layers, own_layers, pools, strict=False):
+        for index, layer, pool in zip(part.part.layers, own_layers, memory.pools(part.part.index), strict=False):
             own: LayerStep | StateStep | None = None
             if isinstance(pool, LayerStates):
                 own = StateStep(states, pool)
             elif pool is not None:
-                own = self._layer_step(index, layer, pool, steps[self._class_of[index]])
+                own = self._layer_step(index, layer, pool, steps[memory.class_of(index)])
             hidden = layer.run(hidden, own, wanted if layer is own_layers[-1] else None)
         return hidden if own_layers or wanted is None else hidden[wanted]
 
@@ -466,73 +387,16 @@ class MlxBackend:
         """Return the attention of a layer, which has an index in the model."""
         assert layer.spec.attention is not None
         pages = self._pages.get(index)
-        return LayerStep(step, pool, layer.spec.attention, block_size=self._block_size, pages=pages)
+        return LayerStep(step, pool, layer.spec.attention, block_size=self._sizes.block_size, pages=pages)
 
-    def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
-        """Return the first layer's input [T, H] in the compute dtype."""
-        config = self._loaded().config
-        if part.part.embedding:
-            self._check_shape(inputs, (plan.num_tokens,), np.int32)
-            if inputs.size and not 0 <= int(inputs.min()) <= int(inputs.max()) < config.vocab_size:
-                raise ShardMismatch(
-                    "a token id lies outside the vocabulary",
-                    fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
-                )
-            return self._embedded(part, mx.array(inputs))
-        kind = self._options.activation_type
-        self._check_shape(inputs, (plan.num_tokens, config.hidden_size), kind.numpy)
-        arrived = mx.array(inputs)
-        return (arrived.view(mx.bfloat16) if kind is ActivationType.BF16 else arrived).astype(self._dtype)
-
-    def _leaving(self, hidden: mx.array) -> mx.array:
-        """Convert hidden states to the link's type; bf16 as bits, since numpy has no bf16."""
-        if self._options.activation_type is ActivationType.FLOAT32:
-            return hidden.astype(mx.float32)
-        return hidden.astype(mx.bfloat16).view(mx.uint16)
-
-    def _logits(self, part: LoadedSlice, finals: mx.array) -> mx.array:
-        """Return the logits [R, V] float32 of finals [R, H], the output behind the final norm."""
-        config = self._loaded().config
-        if part.head is None or not finals.shape[0]:
-            return mx.zeros((0, config.vocab_size), mx.float32)
-        logits = part.head.logits(finals)
-        if config.logit_scale != 1:
-            logits = logits * config.logit_scale
-        cap = config.logit_softcap
-        return cap * mx.tanh(logits / cap) if cap else logits
-
-    def _scores(self, part: LoadedSlice, finals: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
-        """Compute the fields of TokenScores of finals [S, H] in pieces, because all logits at once may not fit."""
-        pieces: list[list[mx.array]] = []
-        for start in range(0, len(wanted.rows), SCORED_AT_ONCE):
-            logits = self._logits(part, finals[start : start + SCORED_AT_ONCE])
-            targets = mx.array(wanted.targets[start : start + SCORED_AT_ONCE])[:, None]
-            own = mx.take_along_axis(logits, targets, axis=1)[:, 0]
-            top_ids = mx.argsort(-logits, axis=1)[:, : wanted.num_top]
-            pieces.append([mx.logsumexp(logits, axis=1), own, top_ids, mx.take_along_axis(logits, top_ids, axis=1)])
-            mx.eval(pieces[-1])
-        return tuple(mx.concatenate(list(field)) for field in zip(*pieces, strict=True))
-
-    def _copy_blocks(self, plan: StepLayout) -> None:
-        """Copy blocks in every layer of the stage, because only its first slice of a step has the copies."""
-        if plan.copies:
-            for layer, pool in self._layer_pools():
-                if self._class_of[layer] or pool is None or isinstance(pool, LayerStates):
-                    continue  # blocks of windows are shared, never copied
-                pool.copy(plan.copies)
-
-    def _moved_layers(self) -> Iterator[MovedLayer]:
-        """Yield the pools of the stage's layers, with their memory classes."""
-        for layer, pool in self._layer_pools():
-            if pool is not None:
-                is_state = isinstance(pool, LayerStates)
-                yield MovedLayer(1 + len(self._window_blocks) if is_state else self._class_of[layer], pool)
+    def _make_ends(self, config: ModelConfig, part: LoadedSlice) -> SliceEnds:
+        return SliceEnds(config, part, dtype=self._dtype, activation_type=self._options.activation_type)
 
     def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
         """See ``DiskBackend``."""
-        if self._host is None:
+        if (host := self._allocated().host) is None:
             raise RuntimeError("there is no host memory")
-        return self._host.place(number, kept)
+        return host.place(number, kept)
 
     def disk_seconds(self, number: int, count: int, took_s: float) -> float:
         """See ``DiskBackend``."""
@@ -540,45 +404,27 @@ class MlxBackend:
 
     def host_place_bytes(self) -> Sequence[int]:
         """See ``HostMemoryBackend``."""
-        return self._host.place_bytes() if self._host is not None else ()
+        host = self._memory and self._memory.host
+        return host.place_bytes() if host is not None else ()
 
     def give_back(self, number: int, places: Sequence[int]) -> None:
         """See ``HostMemoryBackend``."""
-        if self._host is not None:
-            self._host.give_back(number, places)
+        if (host := self._memory and self._memory.host) is not None:
+            host.give_back(number, places)
 
     def machine_memory(self) -> tuple[int, int] | None:
         """See ``HostMemoryBackend``."""
         return machine_memory()
 
-    def _layer_pools(self) -> Iterator[tuple[int, KVPool | LayerStates | None]]:
-        """Yield each loaded layer's index in the model and its pool."""
-        for part in (each.part for each in self._loaded().slices):
-            yield from zip(part.layers, self._pools[part.index], strict=True)
-
-    def _make_pool(
-        self, layer: LayerSpec, *, num_blocks: int, block_size: int, state_slots: int
-    ) -> KVPool | LayerStates | None:
-        """Make a layer's KV pool or slots; None for a layer without a mixer."""
-        if layer.recurrent is not None:
-            return LayerStates(layer.recurrent, state_slots)
-        if (spec := layer.attention) is None:
-            return None
-        if spec.latent is not None:
-            return latent_pool(spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, form=self._kv)
-        make = partial(packed_pool, form=self._kv) if self._kv else KVStorage
-        return make(
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=self._dtype,
-        )
-
     def _loaded(self) -> Shard:
         if self._shard is None:
             raise RuntimeError("nothing is loaded")
         return self._shard
+
+    def _allocated(self) -> StageMemory:
+        if self._memory is None:
+            raise RuntimeError("no KV is allocated")
+        return self._memory
 
     def _slice(self, index: int) -> LoadedSlice:
         for part in self._loaded().slices:
@@ -588,14 +434,6 @@ class MlxBackend:
             f"slice {index} is not loaded here",
             fact=f"loaded: {', '.join(str(part.part.index) for part in self._loaded().slices)}",
         )
-
-    @staticmethod
-    def _check_shape(inputs: TokenIds | Activations, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> None:
-        if inputs.shape != shape or inputs.dtype != np.dtype(dtype):
-            raise ShardMismatch(
-                "the step's input does not match this slice",
-                fact=f"it is {inputs.dtype} {list(inputs.shape)}, the slice needs {np.dtype(dtype)} {list(shape)}",
-            )
 
     def _check_room(self, num_bytes: int) -> None:
         """Check the free memory first: on Linux, exceeding it kills the process instead of raising."""
@@ -620,21 +458,6 @@ class MlxBackend:
             ) from exc
 
 
-def _is_of_blocks(info: WeightInfo) -> bool:
-    return info.form is not None and keeps_blocks(info.form, *info.shape)
-
-
-def _products(infos: Sequence[WeightInfo], *, own: bool) -> tuple[PackedProducts, ...]:
-    """Return what multiplies with the weights that have a form. ``own``: own kernels multiply with K types."""
-    found: list[PackedProducts] = []
-    if own and any(_is_of_blocks(info) for info in infos):
-        found.append(PackedProducts(by="own kernels (Metal)"))
-        infos = [info for info in infos if not _is_of_blocks(info)]
-    widened = {info.shape[1] for info in infos if info.form is not None and mlx_form(info.form, info.shape[1]) is None}
-    kept = any(info.form is not None and info.shape[1] not in widened for info in infos)
-    if kept:
-        found.append(PackedProducts(by="MLX"))
-    if widened:
-        reason = f"MLX multiplies no packed weights of {' or '.join(map(str, sorted(widened)))} inputs"
-        found.append(PackedProducts(by="MLX (weights widened as they load)", reason=reason))
-    return tuple(found)
+def _layers(shard: Shard) -> list[int]:
+    """Return the indices in the model of a shard's layers."""
+    return [layer for part in shard.slices for layer in part.part.layers]

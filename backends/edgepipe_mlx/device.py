@@ -193,11 +193,11 @@ def _flops(device: mx.Device, dtype: mx.Dtype) -> float:
     return 2.0 * rows * side * side / _best_s(lambda: x @ weights.T)
 
 
-def _best_s(compute: Callable[[], mx.array], repeats: int = 4) -> float:
+def _best_s(compute: Callable[[], mx.array]) -> float:
     """Return the shortest time of a few runs in seconds, after a warm-up run."""
     mx.eval(compute())
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(4):
         start = time.perf_counter()
         mx.eval(compute())
         best = min(best, time.perf_counter() - start)

@@ -25,7 +25,7 @@ _SORTED_AT = 64
 Below, the kernels that sort cost more. mlx-lm has the same number.
 """
 
-_FUSED_EXPERTS = 8  # of a token, whose outputs one fused kernel adds: MLX gives such a kernel at most 24 arrays
+_FUSED_EXPERTS = 8  # one fused kernel adds the outputs of so many: MLX gives such a kernel at most 24 arrays
 
 
 class Stack(Protocol):

@@ -19,7 +19,7 @@ from edgepipe.backend.types import TierMove
 from edgepipe_mlx.kv import KVPool, restore_block, stored_block
 from edgepipe_mlx.states import LayerStates
 
-_ALIGNED_BYTES = 64  # of an array's part of a place: no type needs more
+_ALIGNED_BYTES = 64  # alignment of an array's part of a place: no type needs more
 
 
 class MovedLayer(NamedTuple):

@@ -40,7 +40,7 @@ class Paged(NamedTuple):
 
     keys: mx.array
     values: mx.array  # the keys themselves, if values are a part of them
-    scales: tuple[mx.array, mx.array] | None = None  # of the codes of keys and of values
+    scales: tuple[mx.array, mx.array] | None = None  # scales of the codes: those of keys, those of values
 
 
 class KVPool(Protocol):

@@ -22,8 +22,8 @@ _MIDDLE = 7.5  # a value of 4 bits is ``(code - _MIDDLE) * scale``
 _FINE_STEPS = 16  # a code of 8 bits counts sixteenths of a scale; its upper 4 bits are the code of 4
 _FINE_MIDDLE = 127.5
 _SCALE_SHIFT = 20  # a scale is the upper bits of a float32, of which its byte counts up from ``_LEAST_BITS``
-_LEAST_BITS = (127 - 20) << 3  # of 2**-20, the smallest scale; the largest is 3584
-_NO_SCALE = 255  # of a group with a NaN or an infinity, or with values beyond the scales
+_LEAST_BITS = (127 - 20) << 3  # byte of 2**-20, the smallest scale; the largest scale is 3584
+_NO_SCALE = 255  # byte of a group with a NaN or an infinity, or with values beyond the scales
 
 _DTYPES = (mx.float32, mx.bfloat16)
 

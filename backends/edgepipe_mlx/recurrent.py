@@ -151,7 +151,7 @@ class DeltaNetMixer(RecurrentMixer):
         # are K^(1/2) times as large then, makes up for it.
         self._eps = weights.norm_eps * spec.key_dim
         self._lengths = mx.full((spec.key_dim,), spec.key_dim**-0.5)
-        heads, shared = mx.arange(spec.value_heads), spec.value_heads // spec.key_heads  # that share a key head
+        heads, shared = mx.arange(spec.value_heads), spec.value_heads // spec.key_heads  # value heads of a key head
         self._key_head = heads % spec.key_heads if spec.tiled else heads // shared
         # The value heads [H] in two axes a and b, and the one of those that share a key head.
         self._by_key_head = (shared, spec.key_heads) if spec.tiled else (spec.key_heads, shared)

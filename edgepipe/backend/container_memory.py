@@ -29,7 +29,7 @@ class _Version:
 
     limits: tuple[str, ...]
     used: str
-    prefix: str  # of names in ``memory.stat`` that count groups below, too
+    prefix: str  # prefix of names in ``memory.stat`` that count groups below, too
 
 
 _VERSIONS = {

@@ -55,7 +55,7 @@ _COUNTED = re.compile(  # "4x m4" is four; "7900 XTX" is one device
 _CPU_CORES, _CPU_GB = 8, 32  # defaults of a processor named alone
 _CORE_BYTES_PER_S, _CORE_FLOPS = 12e9, 110e9  # one core: streaming reads; products with AVX2 at 3.5 GHz
 _SIZED = re.compile(r"(?P<name>.+?)[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?", flags=re.IGNORECASE)  # a device and its memory
-_ADDED_TO_NAMES = re.compile(r"emulated|nvidia|amd|sxm\d?|pcie|hbm\w*|\d+gb")  # by drivers
+_ADDED_TO_NAMES = re.compile(r"emulated|nvidia|amd|sxm\d?|pcie|hbm\w*|\d+gb")  # drivers add these words
 _PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
 _MOST_DEVICES = 256  # longest list; prevents a typing error from creating a thousand stages
 

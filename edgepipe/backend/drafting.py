@@ -84,7 +84,7 @@ class Acceptance:
 class RightByPlace:
     """The share of right drafts by their place in a window, if those before them are right."""
 
-    shares: tuple[float, ...]  # of the first place, the second, ...; the last one for all later places
+    shares: tuple[float, ...]  # for the first place, the second, ...; the last one holds for all later places
 
     def at(self, place: int) -> float:
         """Return the share at ``place``, counted from 0."""

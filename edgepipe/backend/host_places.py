@@ -44,8 +44,8 @@ class HostPlaces:
         self.strides = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in place_bytes]
         self._maps = [_mapped(size * count) for size, count in zip(self.strides, num_places, strict=True)]
         self._pins = pins
-        self._pins_more = pins is not None  # until pinning fails
-        self._lock = threading.Lock()  # of all below
+        self._pins_more = pins is not None  # becomes False when pinning fails
+        self._lock = threading.Lock()  # guards all fields below
         self._pinned: set[tuple[int, int]] = set()  # class and place
         self._leaving: set[tuple[int, int]] = set()  # given back, and not yet free
         self._jobs: SimpleQueue[tuple[int, Sequence[int]] | None] = SimpleQueue()

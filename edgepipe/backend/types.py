@@ -56,7 +56,7 @@ class StageSettings:
     activation_type: ActivationType = ActivationType.BF16
     context_length: int = 0  # tokens per sequence; 0: the model's
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
-    most_slots: int = 0  # of recurrent layers' states; 0: no bound, see ``MemoryClasses.states``
+    most_slots: int = 0  # bound on the slots of recurrent layers' states; 0: no bound, see ``MemoryClasses.states``
     kv_ram: str = ""  # host memory of each stage for idle KV: bytes, or "auto"; empty: none
     kv_disk: str = ""  # disk of each stage for idle KV that leaves ``kv_ram``: bytes; empty: none
     draft_model: str = ""  # name of a second model, which drafts beside the stage with the head; empty: none
@@ -123,7 +123,7 @@ class SlowPath:
     """Something that makes a stage's steps slower than they are elsewhere. Texts are for people."""
 
     what: str  # "decode steps run without CUDA graphs"
-    cost: str  # what it costs, as measured
+    cost: str  # measured cost, for people
     reason: str  # why
     remedy: str = ""  # command that makes the faster way available, if one does
 
@@ -133,7 +133,7 @@ class KernelError:
     """Largest error of one of the device's kernels against float64. Texts are for people."""
 
     kernel: str  # "product Q4_K"
-    error: float = 0.0  # in units of its bound: the rounding of a result and of its sum
+    error: float = 0.0  # multiple of its bound: the rounding of a result and of its sum
     reason: str = ""  # why the kernel cannot run here; empty: it ran
 
 
@@ -171,7 +171,7 @@ class TierMove(NamedTuple):
     number: int  # memory class; behind the last one: the slots of states
     place: int  # block or slot on the device
     kept: int  # block or slot in host memory
-    out: bool  # to host memory; else back to the device
+    out: bool  # True: to host memory; False: back to the device
     key: bytes = b""  # of what moves out, see ``scheduler.kv.Key``; backends do not read it
 
 
@@ -301,7 +301,7 @@ class DraftRow:
     """Tokens of one sequence that are known, and how many to guess behind them."""
 
     sequence: SequenceId
-    position: int  # of the first of the n tokens that ``kept`` belongs to
+    position: int  # position of the first of the n tokens that ``kept`` belongs to
     kept: tuple[Kept, ...]  # together [n, H], of one step's output or of several steps'
     next_ids: TokenIds  # [n] the token behind each of them
     depth: int  # tokens to guess, at least 1
@@ -329,7 +329,7 @@ class StepOutput:
     logits: npt.NDArray[np.float32] | None = None  # [R, V], owned by the receiver, which overwrites it
     candidates: PickedCandidates | None = None  # candidates of R rows, if the backend picks them
     scores: TokenScores | None = None  # scores of given tokens, if requested
-    kept: Kept = None  # of the U tokens with ``UNKNOWN_ID`` in ``Step.next_ids``, in order; None: it has none
+    kept: Kept = None  # states of the U tokens with ``UNKNOWN_ID`` in ``Step.next_ids``, in order; None: no such token
     expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
 
 

@@ -47,7 +47,7 @@ def fork_orphan(run: Callable[[], Any]) -> int:
         if between == 0:
             try:
                 if os.fork() == 0:
-                    os.setsid()  # before the id is known, as the parent may kill the group at once
+                    os.setsid()  # must come before the id is known: the parent may then kill the group at once
                     os.write(writer, str(os.getpid()).encode())
                     run()
             finally:
@@ -58,7 +58,7 @@ def fork_orphan(run: Callable[[], Any]) -> int:
     finally:
         os.close(writer)
         with open(reader, "rb") as source:
-            pid = source.read()  # to the end: ``run`` begins with ``take_streams``, which closes the other writer
+            pid = source.read()  # reads to the end: ``run`` begins with ``take_streams``, which closes the other writer
     return int(pid) if pid else -errno.EAGAIN  # the second fork failed
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 app = typer.Typer(help="Run files of requests behind interactive ones.")
 
 _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-_LOOK_S = 1.0  # between two looks at the batch
+_LOOK_S = 1.0  # pause between two looks at the batch
 _FIRST_LINE_BYTES = 8 << 20
 _INTERRUPTED = 130
 

@@ -14,7 +14,7 @@ from edgepipe.cli.sse import error_from_body
 from edgepipe.errors import NodeUnreachable, RemoteProtocolError
 from edgepipe.plain_words import plain
 
-_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # for each part of a file, and for an answer
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # 60 s for each part of a file, and for an answer
 _PAGE = 100  # batches
 _FINAL = ("failed", "completed", "expired", "cancelled")
 
@@ -38,7 +38,7 @@ class BatchView:
     errors: tuple[str, ...]
     note: str  # why it does not advance
     copies: int
-    copy: str  # where its copy is; empty: it wants none
+    copy: str  # node that has the copy; empty: the batch wants none
 
     @property
     def is_final(self) -> bool:

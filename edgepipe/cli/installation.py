@@ -22,7 +22,7 @@ from edgepipe.system import find_uv
 
 Command = tuple[str, ...]
 
-RELEASED = False  # as in scripts/install.sh: until the first release, another program may have the name on the index
+RELEASED = False  # like scripts/install.sh: until the first release, the index may have another program of this name
 
 
 EXTRAS = {"torch": "torch", "mlx": "mlx", "plot": "matplotlib"}
@@ -46,8 +46,8 @@ class Installation:
     place: Path  # the environment, or the checkout
     python: Path
     python_version: str  # "3.11"
-    extras: tuple[str, ...]  # of EXTRAS
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])  # by extra, as pip takes them
+    extras: tuple[str, ...]  # names from EXTRAS
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])  # as pip takes them, by extra
     source: str = ""  # URL, folder or file that it was installed from; empty: an index
     checkout: Path | None = None  # folder that it runs from, or was built from
     checkout_exists: bool = True

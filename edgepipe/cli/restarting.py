@@ -30,7 +30,7 @@ class RunningNode:
 
     data_dir: Path
     process_id: int = 0
-    flags: tuple[str, ...] = ()  # of 'node start'
+    flags: tuple[str, ...] = ()  # flags of 'node start'
     variables: tuple[tuple[str, str], ...] = ()  # EDGEPIPE_* of its environment
     service: ServiceSetup | None = None
     is_child: bool = False  # another program started it and stops it, such as 'edgepipe demo'

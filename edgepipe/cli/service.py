@@ -57,7 +57,7 @@ def install(
         for command in plan.install:
             print(f"  {shlex.join(command)}")
         return
-    from edgepipe.cli.restarting import running_node, stop_for_service  # which imports this module
+    from edgepipe.cli.restarting import running_node, stop_for_service  # that module imports this one
 
     if (node := running_node(folder)) is not None and node.service is None:
         stop_for_service(node)
@@ -122,14 +122,13 @@ def manager_runs() -> bool:
     return sys.platform == "darwin" or _SYSTEMD.is_dir()
 
 
-def install_service(plan: ServiceSetup, run: Run | None = None) -> None:
+def install_service(plan: ServiceSetup) -> None:
     """Write the file and start the service; may be repeated. Raises ConfigInvalid, FeatureMissing, and undoes all."""
-    run = run or run_command
     before = _read(plan.path)
     _write(plan, plan.text)
     try:
         for command in plan.install:
-            run(command)
+            run_command(command)
     except EdgepipeError:
         if before is None:
             plan.path.unlink(missing_ok=True)
@@ -138,17 +137,16 @@ def install_service(plan: ServiceSetup, run: Run | None = None) -> None:
         raise
 
 
-def uninstall_service(plan: ServiceSetup, run: Run | None = None) -> None:
+def uninstall_service(plan: ServiceSetup) -> None:
     """Stop the service and remove its file. Raises ConfigInvalid, FeatureMissing."""
-    run = run or run_command
     for command in plan.uninstall:
-        run(command)
+        run_command(command)
     try:
         plan.path.unlink(missing_ok=True)
     except OSError as exc:
         raise _not_written(plan, exc) from exc
     for command in plan.forget:
-        run(command)
+        run_command(command)
 
 
 def wait_until_answers(data_dir: Path) -> None:

@@ -184,14 +184,14 @@ def _make_runs(settings: Mapping[str, str], label: str) -> list[Run]:
     from edgepipe.scheduler import make_policy
     from edgepipe.scheduler.pacing import parse_itl_goal
     from edgepipe.simulation.imagined import imagine
-    from edgepipe.simulation.layouts import Layout, clusters_of, shares
+    from edgepipe.simulation.layouts import DeviceLayout, clusters_of, shares
     from edgepipe.simulation.simulator import Run
     from edgepipe.spec.drafting import drafting
 
     cluster = options.imagined_cluster(settings, devices=settings["devices"])
     if settings["draft"] == "mtp":
         cluster = replace(cluster, config=drafting(cluster.config, settings["as-model"]))
-    layout = Layout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
+    layout = DeviceLayout(kind=settings["layout"], slices=options.count_of(settings, "slices", _SLICES))
     clusters = clusters_of(cluster, layout)
     workload = options.make_workload_of(settings)
     shown = {

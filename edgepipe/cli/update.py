@@ -37,7 +37,7 @@ class _Installed:
 
     version: str
     protocol: str
-    digest: str  # of edgepipe's files and of the versions of all that it needs
+    digest: str  # covers edgepipe's files and the versions of all that it needs
 
 
 def update(

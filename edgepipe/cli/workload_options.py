@@ -18,7 +18,7 @@ from edgepipe.plain_words import plain
 if TYPE_CHECKING:
     from edgepipe.scheduler import Priority
     from edgepipe.simulation.imagined import ImaginedCluster
-    from edgepipe.simulation.workload import Arrivals, Lengths, Workload
+    from edgepipe.simulation.workload import Arrivals, LengthDistribution, Workload
 
 WORKLOADS = ("fixed", "poisson", "closed")
 _REQUESTS = 256
@@ -246,7 +246,7 @@ def _arrivals(settings: Mapping[str, str]) -> Arrivals:
     return Arrivals(name)
 
 
-def _lengths(settings: Mapping[str, str]) -> tuple[Lengths, Lengths]:
+def _lengths(settings: Mapping[str, str]) -> tuple[LengthDistribution, LengthDistribution]:
     from edgepipe.simulation.workload import FixedLengths, named_lengths
 
     name = settings.get("lengths", "fixed")

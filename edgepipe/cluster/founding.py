@@ -79,14 +79,14 @@ def open_trust(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class OwnCluster:
     """The cluster of a machine."""
 
     cluster_name: str
     others: tuple[str, ...]  # names, in order; none: the machine is alone in it
 
 
-def home_of(data_dir: Path) -> Home | None:
+def home_of(data_dir: Path) -> OwnCluster | None:
     """Return the cluster that the machine of ``data_dir`` shares with others, running or not; None if it shares none.
 
     Raises what ``cluster_of`` raises.
@@ -95,7 +95,7 @@ def home_of(data_dir: Path) -> Home | None:
     return home if home is not None and home.others else None
 
 
-def cluster_of(data_dir: Path) -> Home | None:
+def cluster_of(data_dir: Path) -> OwnCluster | None:
     """Return the cluster of the machine of ``data_dir``, running or not; None if it has none yet.
 
     Creates no files. Raises ConfigInvalid for files that are damaged or that others may touch.
@@ -108,7 +108,7 @@ def cluster_of(data_dir: Path) -> Home | None:
     if loaded is None or own not in loaded.store.peers:
         return None
     others = sorted(peer.name for peer in loaded.store.peers.values() if peer.node_id != own)
-    return Home(cluster_name=loaded.store.cluster_name, others=tuple(others))
+    return OwnCluster(cluster_name=loaded.store.cluster_name, others=tuple(others))
 
 
 def begin_anew(data_dir: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.files.durable import sync_names
 from edgepipe.plain_words import plain
 
 _FOLDER_MODE = 0o700
@@ -52,7 +53,7 @@ def write_private(path: Path, data: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     part.replace(path)
-    _sync_folder(path.parent)
+    sync_names(path.parent)
 
 
 def read_private(path: Path, *, most_bytes: int) -> bytes:
@@ -92,13 +93,3 @@ def _check(path: Path, info: os.stat_result) -> None:
             fact=f"its mode is {stat.S_IMODE(info.st_mode):04o}",
             next_step=f"chmod 600 '{path}'",
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the file system can sync folders."""
-    with suppress(OSError):
-        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)

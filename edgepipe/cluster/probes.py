@@ -140,9 +140,9 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
     return TlsProbe(certificate_pem=ssl.DER_cert_to_PEM_cert(der).encode() if der else b"")
 
 
-async def probe_multicast(address: str, *, own: Sequence[str], listen_s: float, enough: int = 1) -> MulticastProbe:
-    """Ask all machines on the interface of ``address`` (IPv4) for their services. Listen until ``enough`` machines
-    other than ``own`` were heard, or the time is over."""
+async def probe_multicast(address: str, *, own: Sequence[str], listen_s: float) -> MulticastProbe:
+    """Ask all machines on the interface of ``address`` (IPv4) for their services. Listen until a machine other than
+    ``own`` is heard, or the time is over."""
 
     def open_socket() -> socket.socket:
         sock = _mdns_socket(socket.AF_INET)
@@ -153,12 +153,10 @@ async def probe_multicast(address: str, *, own: Sequence[str], listen_s: float, 
         )
         return sock
 
-    return await _probe_multicast(address, open_socket, (_GROUP4, _MDNS_PORT), own, listen_s, enough)
+    return await _probe_multicast(address, open_socket, (_GROUP4, _MDNS_PORT), own, listen_s)
 
 
-async def probe_multicast6(
-    address: str, index: int, *, own: Sequence[str], listen_s: float, enough: int = 1
-) -> MulticastProbe:
+async def probe_multicast6(address: str, index: int, *, own: Sequence[str], listen_s: float) -> MulticastProbe:
     """Ask over IPv6, like ``probe_multicast``; ``index``: of the interface."""
 
     def open_socket() -> socket.socket:
@@ -168,7 +166,7 @@ async def probe_multicast6(
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group)
         return sock
 
-    return await _probe_multicast(address, open_socket, (_GROUP6, _MDNS_PORT, 0, index), own, listen_s, enough)
+    return await _probe_multicast(address, open_socket, (_GROUP6, _MDNS_PORT, 0, index), own, listen_s)
 
 
 async def _probe_multicast(
@@ -177,7 +175,6 @@ async def _probe_multicast(
     target: tuple[str, int] | tuple[str, int, int, int],
     own: Sequence[str],
     listen_s: float,
-    enough: int,
 ) -> MulticastProbe:
     began = time.monotonic()
     try:
@@ -194,7 +191,7 @@ async def _probe_multicast(
             failure = exc
         try:
             async with asyncio.timeout(listen_s):
-                while len(heard) < enough:
+                while not heard:
                     _, source = await loop.sock_recvfrom(sock, _MAX_DATAGRAM)
                     if (host := str(source[0]).partition("%")[0]) not in own:
                         heard[host] = None

@@ -21,23 +21,12 @@ from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
-from edgepipe.wire.plans import (
-    DiskCopied,
-    DiskCopies,
-    HeldPlaces,
-    HomeOpened,
-    HostRoom,
-    PipelineSpec,
-    PlacesBack,
-    Registration,
-    StageTimings,
-    StepDone,
-    done_from_wire,
-    registrations_to_wire,
-    spec_to_wire,
-)
+from edgepipe.wire.pipelines import PipelineSpec, spec_to_wire
+from edgepipe.wire.registrations import Registration, registrations_to_wire
+from edgepipe.wire.reports import HomeOpened, StageTimings, StepDone, done_from_wire
 from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, PlacesBack
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
 Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgepipe.scheduler import DiskWork
-from edgepipe.wire.plans import DiskCopied
+from edgepipe.wire.tiers import DiskCopied
 
 _MOST_TEXT = 200  # characters of a problem
 

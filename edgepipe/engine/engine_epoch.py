@@ -31,7 +31,7 @@ from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.plans import PipelineSpec, RingNeighbour
+from edgepipe.wire.pipelines import PipelineSpec, RingNeighbour
 
 logger = logging.getLogger(__name__)
 

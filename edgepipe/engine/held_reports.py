@@ -5,8 +5,9 @@ from __future__ import annotations
 from edgepipe.ids import Epoch
 from edgepipe.scheduler.held_places import HeldBelow
 from edgepipe.scheduler.kv import Key
-from edgepipe.wire.plans import HeldPlaces, PipelineSpec, keys_of
+from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.sizes import KEY_BYTES, MAX_HELD
+from edgepipe.wire.tiers import HeldPlaces, keys_of
 
 
 class HeldReport:

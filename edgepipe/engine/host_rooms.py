@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgepipe.units import format_bytes
-from edgepipe.wire.plans import HostRoom
+from edgepipe.wire.tiers import HostRoom
 
 _WHOLE = 1000  # permille
 

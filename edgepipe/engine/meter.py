@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgepipe.clock import Clock
 from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.wire.engines import StageState
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 
 _WINDOW_S = 5.0  # length of a window
 _WINDOW_ENTRIES = 8192  # bounds memory at 1600 steps a second

@@ -26,7 +26,7 @@ from edgepipe.scheduler.sizing import (
     most_micro_batches,
 )
 from edgepipe.scheduler.step_time import SliceTimes
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.reports import LinkSample, StepTiming
 
 _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
 _MORE_ROWS = 32  # rows of windows in a step, beyond one for each sequence, whose times are predicted

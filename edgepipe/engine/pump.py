@@ -43,7 +43,9 @@ from edgepipe.scheduler import (
 from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import DiskCopied, HomeOpened, HostRoom, Registration, StageTimings, StepDone
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import HomeOpened, StageTimings, StepDone
+from edgepipe.wire.tiers import DiskCopied, HostRoom
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from edgepipe.clock import Clock
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.wire.engines import DeviceSpan, StepTrace
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 
 _STEPS_KEPT = 4096  # a minute of a fast pipeline; about 3 MB
 

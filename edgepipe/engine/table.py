@@ -29,7 +29,7 @@ from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.wire.intake import MAX_CHOICES, check_submission
-from edgepipe.wire.plans import Registration, registration_bytes
+from edgepipe.wire.registrations import Registration, registration_bytes
 from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 
 logger = logging.getLogger(__name__)

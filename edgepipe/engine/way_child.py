@@ -13,13 +13,13 @@ from typing import Any
 
 from edgepipe.children.frames import answer_frames
 from edgepipe.scheduler.lengths import Lengths
-from edgepipe.simulation.batch_choice import BatchFacts, DeviceSketch, RingSketch, choose_way
+from edgepipe.simulation.batch_choice import ChoiceFacts, DeviceSketch, RingSketch, choose_way
 
 MODULE = "edgepipe.engine.way_child"
 _NICE = 10
 
 
-def question_for(facts: BatchFacts, current: str) -> bytes:
+def question_for(facts: ChoiceFacts, current: str) -> bytes:
     """Build the question for the child."""
     return json.dumps({"facts": asdict(facts), "current": current}).encode()
 
@@ -31,7 +31,7 @@ def answer(question: bytes) -> bytes:
     return json.dumps({"way": way, "rates": dict(rates)}).encode()
 
 
-def _facts(values: dict[str, Any]) -> BatchFacts:
+def _facts(values: dict[str, Any]) -> ChoiceFacts:
     ring: dict[str, Any] = values.pop("ring")
     lengths = tuple(Lengths(*each) for each in values.pop("lengths"))
     sketch = RingSketch(
@@ -39,7 +39,7 @@ def _facts(values: dict[str, Any]) -> BatchFacts:
         upload_token_s=tuple(ring["upload_token_s"]),
         latency_s=ring["latency_s"],
     )
-    return BatchFacts(ring=sketch, lengths=lengths, **values)
+    return ChoiceFacts(ring=sketch, lengths=lengths, **values)
 
 
 def _device(values: dict[str, Any]) -> DeviceSketch:

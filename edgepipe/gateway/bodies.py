@@ -17,7 +17,7 @@ from edgepipe.gateway.body_child import GOOD, id_lists, kind_name, unpack
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.schema import BodyT, validate
+from edgepipe.gateway.strict_body import BodyT, validate
 
 _INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; a child process reads larger bodies
 _SMALL_BYTES = 8 << 10  # 0.3 ms: larger bodies are parsed in turns

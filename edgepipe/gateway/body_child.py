@@ -16,7 +16,8 @@ from edgepipe.children.frames import HEAD, answer_frames, pack_ids, unpack_ids
 from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.context import check_length
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.schema import BodyT, CompletionBody, DetokenizeBody, StrictBody, validate
+from edgepipe.gateway.schema import CompletionBody, DetokenizeBody
+from edgepipe.gateway.strict_body import BodyT, StrictBody, validate
 
 GOOD, BAD = b"+", b"-"
 

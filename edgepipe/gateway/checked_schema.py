@@ -10,7 +10,7 @@ from typing import cast
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.closed_schema import closed_schema, needed_parts
 from edgepipe.gateway.problems import HttpProblem, bad_request
-from edgepipe.gateway.schema import MAX_SCHEMA_CHARS
+from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS
 from edgepipe.gateway.schema_keywords import Schema, without_idle
 
 

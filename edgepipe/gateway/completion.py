@@ -84,7 +84,7 @@ class Counts:
     """Token counts of a request so far: a function of the log."""
 
     completion_tokens: int = 0
-    reasoning_tokens: int = 0  # of the completion tokens
+    reasoning_tokens: int = 0  # part of the completion tokens
     cached_prompt_tokens: int = 0
     read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
     # Of each started prompt, the pipelines that computed it, the present one last.
@@ -132,7 +132,7 @@ async def run_completion(
     generations: list[Generation] = []
     running: list[_Track] = []
     with ExitStack() as stack:
-        closings: dict[int, ExitStack] = {}  # what to close for each prompt with a running choice
+        closings: dict[int, ExitStack] = {}  # things to close for each prompt with a running choice
         while running or len(generations) < len(completion.requests):
             await ticket.changed.wait()
             ticket.changed.clear()

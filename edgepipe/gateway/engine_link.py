@@ -31,7 +31,7 @@ from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 5.0  # from a failed try without requests until a request may try the engine again
+_TRY_AGAIN_S = 5.0  # after a failed try without requests, a request may try the engine again this much later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class EngineLink:
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()  # the engine's address has changed
         self._broken_since_s: float | None = None  # time on the loop's clock; None while messages arrive
-        self._failed_s: float | None = None  # when a try failed; None once the engine has answered since
+        self._failed_s: float | None = None  # time of the last failed try; None: the engine has answered since
         self.on_change: Callable[[], None] = lambda: None
         self.on_refusal: Callable[[Generation, EdgepipeError], bool] = lambda _generation, _error: False
 

@@ -19,7 +19,7 @@ _MOST_STEPS = 64  # the number is another node's claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class RingMachines:
     """The machines that compute a model's answers during one epoch, in the order that a token passes."""
 
     epoch: int
@@ -55,12 +55,12 @@ class RoutedModel:
     template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
     starts_at_us: int = 0
-    ring: Ring | None = None  # None while no stage is known
-    replica: int = 0  # of several pipelines of the model, from 1 on; 0: the only one
-    num_waiting: int = 0  # of ``num_requests`` those that have not begun
+    ring: RingMachines | None = None  # None while no stage is known
+    replica: int = 0  # number among several pipelines of the model, from 1; 0: the only one
+    num_waiting: int = 0  # requests of ``num_requests`` that have not begun
     free_tokens: int | None = None  # KV tokens that no sequence holds; None: not known
-    share: float = 0.0  # of several pipelines' conversations, as planned; 0: an equal one
-    num_engines: int = 1  # that answer for the model
+    share: float = 0.0  # planned share of several pipelines' conversations; 0: an equal one
+    num_engines: int = 1  # engines that answer for the model
 
     @property
     def ready(self) -> bool:
@@ -116,9 +116,9 @@ def _served(entry: nodes.ServedModel) -> RoutedModel:
     )
 
 
-def _ring(engine: EngineState) -> Ring | None:
+def _ring(engine: EngineState) -> RingMachines | None:
     stages = tuple(
         (one_line(stage.node_name, most_chars=64), ",".join(part.layers.shown for part in stage.slices))
         for stage in engine.stages[:_MOST_STEPS]
     )
-    return Ring(epoch=engine.epoch.counter, stages=stages) if stages else None
+    return RingMachines(epoch=engine.epoch.counter, stages=stages) if stages else None

@@ -35,7 +35,7 @@ class Generation:
             prompt_tokens=len(request.prompt),
             sampling=request.sampling,
         )
-        self.pipelines: list[PipelineId] = []  # where it was computed, the present one last
+        self.pipelines: list[PipelineId] = []  # pipelines that computed it, the present one last
         self.num_read = 0  # computed tokens of the prompt, as the engine reported
         self.failure: EdgepipeError | None = None
         self.cancelled: dict[int, int] = {}  # choice -> number of wanted tokens; sent again on resuming

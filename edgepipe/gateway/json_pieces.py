@@ -32,7 +32,7 @@ class TextParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class JsonPiece:
     """Some bytes of an answer."""
 
     data: bytes
@@ -49,21 +49,21 @@ def encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def json_pieces(value: object) -> Iterator[Piece]:
+def json_pieces(value: object) -> Iterator[JsonPiece]:
     """Write JSON without spaces. ``value`` may contain ArrayParts and TextParts."""
     return pieces(json_parts(value))
 
 
-def pieces(parts: Iterable[str]) -> Iterator[Piece]:
+def pieces(parts: Iterable[str]) -> Iterator[JsonPiece]:
     """Join parts to pieces of about PIECE_CHARS; the last one may be empty."""
     held, size = list[str](), 0
     for part in parts:
         held.append(part)
         size += max(len(part), _LEAST_CHARS)
         if size >= PIECE_CHARS:
-            yield Piece(encoded("".join(held)), more=True)
+            yield JsonPiece(encoded("".join(held)), more=True)
             held, size = [], 0
-    yield Piece(encoded("".join(held)), more=False)
+    yield JsonPiece(encoded("".join(held)), more=False)
 
 
 def json_parts(value: object) -> Iterator[str]:

@@ -112,7 +112,7 @@ class RequestMeter:
         self._record = record
         self._started_s = record.accepted_s
         self._last_s: dict[int, float] = {}  # one time per choice
-        self._reason = ""  # of the last choice that ended
+        self._reason = ""  # finish reason of the last choice that ended
 
     def started(self) -> None:
         """Record that the request goes to the engine."""

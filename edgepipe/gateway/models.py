@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgepipe.errors import CapacityError, EdgepipeError, ModelUnknown
-from edgepipe.gateway.engine_types import Ring, RoutedModel
+from edgepipe.gateway.engine_types import RingMachines, RoutedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.replica_links import ReplicaLinks
@@ -114,7 +114,9 @@ class _Pipeline:
     news: News = field(default_factory=News)
     away: bool = False  # no engine of it is known
     num_rings: int = 0  # rings that have computed answers so far
-    rings: deque[Ring] = field(default_factory=lambda: deque[Ring](maxlen=_MOST_RINGS))  # the newest of them
+    rings: deque[RingMachines] = field(
+        default_factory=lambda: deque[RingMachines](maxlen=_MOST_RINGS)
+    )  # the newest of them
 
     def update(self, served: RoutedModel) -> None:
         self.served = served
@@ -122,7 +124,7 @@ class _Pipeline:
             self.rings.append(served.ring)
             self.num_rings += 1
 
-    def rings_since(self, num_rings: int) -> Sequence[Ring]:
+    def rings_since(self, num_rings: int) -> Sequence[RingMachines]:
         return list(self.rings)[-(self.num_rings - num_rings + 1) :]
 
 
@@ -183,7 +185,9 @@ class ModelEntry:
         """Return the number of rings of each pipeline so far."""
         return {key: each.num_rings for key, each in self._pipelines.items()}
 
-    def rings_since(self, num_rings: Mapping[PipelineId, int], pipelines: Sequence[PipelineId]) -> Sequence[Ring]:
+    def rings_since(
+        self, num_rings: Mapping[PipelineId, int], pipelines: Sequence[PipelineId]
+    ) -> Sequence[RingMachines]:
         """Return the rings of pipelines since there were ``num_rings``, that one included; at most ``_MOST_RINGS`` of
         each pipeline. Without pipelines: those that may compute the answer."""
         known = [key for key in dict.fromkeys(pipelines or self._pipelines) if key in self._pipelines]

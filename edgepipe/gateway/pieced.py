@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edgepipe.gateway.json_pieces import Piece, json_pieces
+from edgepipe.gateway.json_pieces import JsonPiece, json_pieces
 from edgepipe.gateway.streams import StreamTimeouts, send_part, send_to_client
 from edgepipe.gateway.turns import Turns
 
@@ -24,7 +24,7 @@ class PiecedResponse(Response):
 
     def __init__(
         self,
-        pieces: Iterator[Piece],
+        pieces: Iterator[JsonPiece],
         *,
         turns: Turns,
         timeouts: StreamTimeouts,
@@ -49,7 +49,7 @@ class PiecedResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first.data})
 
-    async def _send_all(self, send: Send, piece: Piece) -> None:
+    async def _send_all(self, send: Send, piece: JsonPiece) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while True:
             if piece.data:
@@ -72,6 +72,6 @@ class PiecedAnswers:
         """Answer with JSON; see ``json_pieces``."""
         return self.of(json_pieces(value))
 
-    def of(self, pieces: Iterator[Piece], *, place: AbstractContextManager[object] | None = None) -> PiecedResponse:
+    def of(self, pieces: Iterator[JsonPiece], *, place: AbstractContextManager[object] | None = None) -> PiecedResponse:
         """Answer with these pieces, and hold ``place`` until the end."""
         return PiecedResponse(pieces, turns=self.turns, timeouts=self.timeouts, place=place)

@@ -18,7 +18,7 @@ _MOST_OUTPUT = 32_000  # tokens that an agent may ask for in one answer
 class Served:
     """A served model, and where it answers."""
 
-    base_url: str  # without /v1
+    base_url: str  # URL without /v1
     model: str
     context_length: int  # tokens of a prompt and its answer together
     key_file: Path | None = None  # None: the node asks for no key

@@ -19,7 +19,7 @@ from edgepipe.wire.requests import Submission
 
 logger = logging.getLogger(__name__)
 
-_MOST_MOVES = 8  # of one request: then it stays, and ends with its engine's error
+_MOST_MOVES = 8  # moves of one request: then it stays, and ends with its engine's error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class ReplicaLinks:
         self._replicas: dict[PipelineId, _Replica] = {}
         self._router: ReplicaRouter[PipelineId] = ReplicaRouter()
         self._outages: Outages[PipelineId] = Outages(patience_s=limits.patience_s)
-        self._where: dict[RequestId, PipelineId] = {}  # of each open request
+        self._where: dict[RequestId, PipelineId] = {}  # pipeline of each open request
         self._news = asyncio.Event()
 
     @property

@@ -29,9 +29,9 @@ class ReplicaLoad:
 
     works: bool = True  # its engine is ready and reached; else its requests wait
     requests: int = 0  # running and waiting, of all gateways
-    waiting: int = 0  # of them those that its engine has not begun
+    waiting: int = 0  # requests among them that its engine has not begun
     free_tokens: int | None = None  # KV tokens that no sequence holds; None: not known
-    share: float = 0.0  # of the requests, as planned; 0: an equal one
+    share: float = 0.0  # planned share of the requests; 0: an equal one
 
 
 class ReplicaRouter(Generic[Key]):

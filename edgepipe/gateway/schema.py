@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
 
 from edgepipe.gateway.content_parts import Content, LongText, with_reasoning
-from edgepipe.gateway.misspelt import misspelt
 from edgepipe.gateway.other_fields import (
     CHAT,
     COMPLETION,
     GENERATION,
     MESSAGE,
-    NO_EFFECT,
     REASONING,
     TOKENIZE,
     RefusedFields,
 )
-from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.raw_fields import (
+    MAX_SCHEMA_CHARS,
+    MAX_TOOLS,
+    JsonSize,
+    RawForm,
+    RawFormat,
+    RawSchema,
+    RawToolChoice,
+    RawTools,
+)
+from edgepipe.gateway.strict_body import StrictBody, WithoutNulls, misfit
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64  # lm-eval sends its batch as one list
@@ -44,18 +42,13 @@ MAX_STOPS = 64  # OpenAI takes 4; editors that complete code send some 20
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
-MAX_TOOLS = 512  # several servers of tools
 MAX_PROMPT_IDS = 1 << 20  # ids of one prompt, which fit one message to an engine
 MAX_CONVERSATION_CHARS = 4 << 20  # the limit of templates
 MAX_CALLS = 4096  # limit for all earlier turns together
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
-MAX_SCHEMA_CHARS = 64 << 10  # limit of a schema as JSON
 MAX_REGEX_CHARS = 16 << 10
-MAX_TOOLS_CHARS = 1 << 20  # limit of all tools together as JSON
 _MAX_KEYWORDS_CHARS = 64 << 10
-
-BodyT = TypeVar("BodyT", bound="StrictBody")
 
 
 def _stops(value: object) -> object:
@@ -119,150 +112,11 @@ _RawBiasMap = Annotated[dict[Text, Bias], Field(max_length=MAX_BIASED_TOKENS)]
 Biases = Annotated[_BiasMap | None, BeforeValidator(_biases, json_schema_input_type=_RawBiasMap | None)]
 
 
-_MISFIT, _UNSUPPORTED = "misfit", "unsupported"
-
-
-def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] = _MISFIT) -> PydanticCustomError:
-    """Make the error of a field that contradicts another one, or that is not supported."""
-    return PydanticCustomError(kind, "{message}", {"field": field, "message": message})
-
-
-class StrictBody(BaseModel):
-    """Base of bodies, without conversion of types. Refuses other servers' fields that would change the answer.
-
-    Ignores unknown fields, as OpenAI's clients expect; ``spelt``: but no misspelt ones.
-    """
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-    refused: ClassVar[RefusedFields] = {}
-    spelt: ClassVar[bool] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_refused_field(cls, raw: Any) -> Any:
-        given = cast("dict[str, object]", raw) if isinstance(raw, dict) else dict[str, object]()
-        for name, refused in cls.refused.items():
-            if not refused.takes(given.get(name)):
-                raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
-        known = {*cls.model_fields, *cls.refused, *NO_EFFECT} if cls.spelt else ()
-        named = [name for name, value in given.items() if value is not None]
-        if cls.spelt and (found := misspelt(named, known)) is not None:
-            raise misfit(found[0], f"'{found[0]}' is unknown; send {found[1]}", kind=_UNSUPPORTED)
-        return cast("object", raw)
-
-
-class WithoutNulls(StrictBody):
-    """A body or a part of one in which null means absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            return raw
-        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
-
-
 class StreamOptions(StrictBody):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # usage in every chunk
-
-
-_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
-
-
-def _function_schema(**more: Any) -> dict[str, Any]:
-    """Build the schema of an object that names a function; ``more``: its optional fields."""
-    function = {"type": "object", "required": ["name"], "properties": {"name": _FUNCTION_NAME, **more}}
-    properties = {"type": {"const": "function"}, "function": function}
-    return {"type": "object", "required": ["type", "function"], "properties": properties}
-
-
-_TOOL_SCHEMA = _function_schema(
-    description={"type": "string"},
-    parameters={"type": "object", "description": "JSON schema of the arguments."},
-)
-_CHOICE_SCHEMA = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _function_schema(),
-        {
-            "type": "object",
-            "required": ["type", "allowed_tools"],
-            "properties": {
-                "type": {"const": "allowed_tools"},
-                "allowed_tools": {
-                    "type": "object",
-                    "required": ["mode", "tools"],
-                    "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array"}},
-                },
-            },
-        },
-        {"type": "null"},
-    ]
-}
-_FORMAT_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
-                "schema": {"type": "object", "description": "Of a json_object."},
-            },
-        },
-        {"type": "null"},
-    ]
-}
-_FORM_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {
-                "json": {"type": ["object", "string"], "description": "JSON schema of the answer."},
-                "regex": {"type": "string"},
-                "choice": {"type": "array", "items": {"type": "string"}},
-                "json_object": {"type": "boolean"},
-            },
-        },
-        {"type": "null"},
-    ]
-}
-
-
-@dataclass(frozen=True, slots=True)
-class JsonSize:
-    """Annotation that bounds the size of a value as JSON. The API's document shows the bound."""
-
-    most_chars: int  # limit of the value as JSON
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), JSON_SIZE: self.most_chars}
-
-    def _check(self, value: Any) -> Any:
-        if value and (size := len(json.dumps(value))) > self.most_chars:
-            raise ValueError(f"it is too large: {size} characters of JSON, at most {self.most_chars} can be used")
-        return value
-
-
-JSON_SIZE = "x-max-json-characters"
-"""The keyword of ``JsonSize`` in the API's document."""
-
-
-# ``structured`` and ``answer_form`` check these fields. These schemas are for the API's document.
-_RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
-RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
-RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
-RawSchema = Annotated[LongText | dict[str, Any] | None, JsonSize(2 * MAX_SCHEMA_CHARS)]  # a schema, or its text
-RawForm = Annotated[dict[str, Any] | None, WithJsonSchema(_FORM_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
-RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
 
 
 class RequestBody(StrictBody):
@@ -480,28 +334,3 @@ class DetokenizeBody(StrictBody):
 
     model: Text | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]
-
-
-def validate(kind: type[BodyT], raw: Mapping[str, Any]) -> BodyT:
-    """Return the checked body. Raises HttpProblem 400 that names the first bad field."""
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as exc:
-        raise _problem(exc) from exc
-
-
-def _problem(exc: ValidationError) -> HttpProblem:
-    first = exc.errors(include_url=False, include_input=False)[0]
-    misfit = first["type"] in (_MISFIT, _UNSUPPORTED)
-    field = str(first.get("ctx", {}).get("field", "")).split(".") if misfit else []
-    place = (*first["loc"], *(int(name) if name.isdecimal() else name for name in field))
-    names = [str(part) for part in place if isinstance(part, int) or part.isidentifier()]
-    param = ".".join(name for name in names if name not in _TYPE_NAMES)
-    message = first["msg"].removeprefix("Value error, ")
-    code = _CODES.get(first["type"], "invalid_value")
-    return bad_request(message if misfit else f"{param}: {message}", param=param or None, code=code)
-
-
-_CODES = {"missing": "missing_required_parameter", _UNSUPPORTED: "unsupported_parameter"}
-_TYPE_NAMES = ("str", "list", "int", "float", "dict")
-"""Tags of union members in pydantic's error locations; they are no fields of requests."""

@@ -19,7 +19,7 @@ from edgepipe.gateway.checked_schema import invalid_schema
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
-from edgepipe.gateway.tool_choice import NO_TOOLS, Tool, ToolChoice
+from edgepipe.gateway.tool_choice import NO_TOOLS, RequestedFunction, ToolChoice
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import (
     lark_grammar,
@@ -159,7 +159,9 @@ async def _bad_tools(
         raise invalid_schema(exc, param=param) from exc
 
 
-async def _is_bad(name: str, tool: Tool, chat: ChatFormat | None, compiler: GrammarCompiler, owner: str) -> bool:
+async def _is_bad(
+    name: str, tool: RequestedFunction, chat: ChatFormat | None, compiler: GrammarCompiler, owner: str
+) -> bool:
     """Return whether calls of a function alone cannot be compiled. Raises HttpProblem, see ``_bad_tools``."""
     alone = _grammar(None, ToolChoice(functions={name: tool.schema}), chat, in_reasoning=False)
     try:

@@ -15,7 +15,7 @@ from edgepipe.gateway.closed_schema import closed_parameters
 from edgepipe.gateway.formats.chat_format import CallForm, Functions
 from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request
-from edgepipe.gateway.schema import MAX_TOOLS
+from edgepipe.gateway.raw_fields import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import Schema, expressible
 from edgepipe.gateway.schema_repair import known_types, repaired, without_booleans
 from edgepipe.gateway.shown_tools import shown_tool
@@ -32,7 +32,7 @@ _FREE = CallForm(forced=False, several=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class RequestedFunction:
     """A function of the request."""
 
     name: str  # the client's
@@ -51,7 +51,9 @@ class ToolChoice:
     """Functions that an answer may call, by the names that the model sees."""
 
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
-    all_tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])  # all functions of the request
+    all_tools: Mapping[str, RequestedFunction] = field(
+        default_factory=dict[str, RequestedFunction]
+    )  # all functions of the request
     names: ToolNames = field(default_factory=ToolNames)
     form: CallForm = _FREE
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them
@@ -103,11 +105,11 @@ def choose_tools(
     )
 
 
-def _read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Tool], list[Note]]:
+def _read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, RequestedFunction], list[Note]]:
     """Return the tools by the client's names, and what was left out or changed."""
     if len(tools) > MAX_TOOLS:
         raise bad_request(f"at most {MAX_TOOLS} tools can be given", param="tools")
-    found: dict[str, Tool] = {}
+    found: dict[str, RequestedFunction] = {}
     notes: list[Note] = []
     for index, tool in enumerate(tools):
         if _is_hosted(tool):
@@ -131,7 +133,7 @@ def _is_hosted(tool: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind.startswith(_HOSTED)
 
 
-def _read_tool(tool: Mapping[str, Any], index: int) -> tuple[Tool, list[Note]]:
+def _read_tool(tool: Mapping[str, Any], index: int) -> tuple[RequestedFunction, list[Note]]:
     """Read a tool in OpenAI's form, or in the flat form of its newer API."""
     inner = tool.get("function")
     place = f"tools.{index}.function" if inner is not None or "name" not in tool else f"tools.{index}"
@@ -144,7 +146,7 @@ def _read_tool(tool: Mapping[str, Any], index: int) -> tuple[Tool, list[Note]]:
         raise bad_request(f"a function's name has 1 to {MAX_NAME_CHARS} characters", param=f"{place}.name")
     strict = fields.get("strict") is True
     schema, notes = _parameters(name, fields.get("parameters"), f"{place}.parameters", strict=strict)
-    return Tool(name=name, place=place, fields=fields, schema=schema, strict=strict), notes
+    return RequestedFunction(name=name, place=place, fields=fields, schema=schema, strict=strict), notes
 
 
 def _titled(tool: Mapping[str, Any]) -> str:

@@ -30,12 +30,12 @@ QUEUE_S = 2 * PIECE_S
 LEAST_PIECE_BYTES = 16 << 10  # a message costs both hosts about as much as copying and encrypting this
 MOST_PIECE_BYTES = 512 << 10  # the wire's limit; 2 MB steps on loopback: 700 MB/s; with half of it: 500 MB/s
 
-_FIRST_WINDOW_BYTES = 256 << 10  # before the first measurement: 20 ms at 100 Mbit/s
+_FIRST_WINDOW_BYTES = 256 << 10  # window before the first measurement: 20 ms at 100 Mbit/s
 _MOST_WINDOW_BYTES = 32 << 20  # 25 ms at 10 Gbit/s
 _RECEIPTS = 4  # receipts per window: on a fast link a window has many pieces
 _SAMPLES = 16  # rates in the current period and in the one before, of which the fastest counts
 _SMOOTHING = 1 / 8  # weight of the newest round trip
-_MOST_QUEUE_S = 0.01  # beside hosts that are away for milliseconds now and then
+_MOST_QUEUE_S = 0.01  # bound for hosts that are away for milliseconds now and then
 _BASES = 8  # round trips without others ahead, of which the fastest counts
 
 
@@ -48,8 +48,8 @@ class _UnderWay:
     num_bytes: int
     sent_s: float
     received: int  # acknowledged bytes
-    received_s: float  # when they were acknowledged; after an idle time: when the first piece was written
-    first_sent_s: float  # when the newest acknowledged piece was written
+    received_s: float  # time of the acknowledgement; after an idle time: when the first piece was written
+    first_sent_s: float  # time when the newest acknowledged piece was written
     alone: bool  # no bulk bytes were under way
     full: bool  # the window was full behind it: the rate is the link's, not the stage's
 
@@ -59,9 +59,9 @@ class Pacing:
 
     def __init__(self) -> None:
         self._rate = self._rate_before = 0.0  # fastest of this period and of the one before, bytes per second
-        self._samples = 0  # of this period
+        self._samples = 0  # samples of this period
         self._bases: deque[tuple[float, int]] = deque(maxlen=_BASES)  # round trips, and the pieces' bytes
-        self._mean_s = self._deviation_s = 0.0  # of round trips behind a full window
+        self._mean_s = self._deviation_s = 0.0  # round trips behind a full window
         self.restart()
 
     def restart(self) -> None:

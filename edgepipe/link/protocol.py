@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from edgepipe.backend.types import Activations, TokenIds
 from edgepipe.ids import StepId
-from edgepipe.wire.plans import LinkSample, OpenRing
+from edgepipe.wire.pipelines import OpenRing
+from edgepipe.wire.reports import LinkSample
 
 StepBytes = npt.NDArray[np.uint8]
 """One step's activations as they travelled: ``[T * H * bytes per value]``, writable."""

@@ -12,7 +12,7 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.assembly import Assembler
 from edgepipe.link.protocol import OnStep
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.reports import LinkSample
 
 MAX_HELD_BYTES = 64 << 20  # size of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
 
@@ -61,7 +61,7 @@ class RingReceiver:
         self.epoch = epoch
         self._assemblers = (Assembler(window=window), Assembler(window=window))  # express, bulk
         self._firsts = (_FirstPiece(), _FirstPiece())
-        self._total_bytes = 0  # of all frames
+        self._total_bytes = 0  # bytes of all frames
         self._clock = clock
         self._on_step = on_step
         self._on_held = on_held  # called when bytes come before their plan

@@ -24,7 +24,7 @@ from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.reports import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
@@ -68,7 +68,7 @@ class RingSender:
         self._wire = network.wire() if network is not None else None
         self._epoch, self._slice = epoch_to_wire(target.opening.epoch), target.opening.slice
         self._departures = Departures(max_queued=target.max_queued, most_piece_bytes=most_piece_bytes)
-        self._begun_s = [0.0, 0.0]  # when the first byte of a class's newest step left (monotonic): express, bulk
+        self._begun_s = [0.0, 0.0]  # when the newest express and the newest bulk step began to leave (monotonic)
         self._wake = asyncio.Event()  # something may be written
         self._connected = asyncio.Event()
         self._progress = False  # the stream in use has moved a step

@@ -32,7 +32,7 @@ Write = Callable[[Any], Awaitable[None]]
 _JITTER_SEED = 1
 
 
-class Passage(NamedTuple):
+class MessageTimes(NamedTuple):
     """The times of one message on the wire; monotonic seconds."""
 
     begins_s: float  # time when the first byte leaves
@@ -52,14 +52,14 @@ class Wire:
         """Return when a message given now would begin to leave."""
         return max(now_s, self._free_s)
 
-    def carry(self, now_s: float, num_bytes: int) -> Passage:
+    def carry(self, now_s: float, num_bytes: int) -> MessageTimes:
         """Take a message; return its times."""
         shape = self._shape
         begins_s = self.begins_s(now_s)
         departs_s = self._free_s = begins_s + shape.upload_s(num_bytes)
         delay_s = shape.one_way_s + (shape.jitter_s * self._draws.random() if shape.jitter_s else 0.0)
         self._last_arrival_s = max(self._last_arrival_s, departs_s + delay_s)
-        return Passage(begins_s, departs_s, self._last_arrival_s)
+        return MessageTimes(begins_s, departs_s, self._last_arrival_s)
 
 
 class ShapedStream(Protocol):

@@ -105,11 +105,6 @@ def decode_work(rows: int, *, read_tokens: int, prompt_share: float = 0.0) -> St
     )
 
 
-def prompt_work(tokens: int, *, start: int = 0, logits: bool = False) -> StepWork:
-    """Return the work of a chunk of one prompt."""
-    return StepWork.of_rows([start], [tokens], logit_rows=1 if logits else 0)
-
-
 def batch_parts(speed: Speed, demand: Demand, rows: float) -> StepParts:
     """Interpolate a decode step's times for a fractional number of rows, since micro-batches differ by one row."""
     low = max(1, int(rows))

@@ -26,7 +26,7 @@ _ANY_BYTES = 1 << 60  # more than any machine has
 Describe = Callable[[Sequence[Placed]], "Plan"]
 
 
-class Search(Protocol):
+class ShareSearch(Protocol):
     """Finds the best plan for machines as they are."""
 
     def __call__(self, able: Sequence[Machine], *, explain: bool) -> Plan:
@@ -67,7 +67,7 @@ def plan_with_shares(
     machines: Sequence[Machine],
     wanted: str,
     *,
-    search: Search,
+    search: ShareSearch,
     describe: Describe,
     num_nodes: int,
     explain: bool,
@@ -105,7 +105,7 @@ def plan_with_shares(
 
 
 def _fastest(
-    demand: Demand, machines: Sequence[Machine], small: frozenset[NodeId], search: Search, describe: Describe
+    demand: Demand, machines: Sequence[Machine], small: frozenset[NodeId], search: ShareSearch, describe: Describe
 ) -> Shared | None:
     found = _plans(demand, machines, small, search, describe) if small else iter(())
     return max(found, key=lambda each: each.plan.tokens_per_s, default=None)
@@ -116,7 +116,7 @@ def _with_given(
     machines: Sequence[Machine],
     small: frozenset[NodeId],
     percent: int,
-    search: Search,
+    search: ShareSearch,
     describe: Describe,
 ) -> Shared:
     """Return the plan with a given share. Raises NoFeasiblePlacement, which names the share that fits."""
@@ -164,7 +164,7 @@ def rooms_as_placed(rooms: Sequence[NodeRoom], placed: Sequence[Placed]) -> list
 
 
 def _plans(
-    demand: Demand, machines: Sequence[Machine], small: frozenset[NodeId], search: Search, describe: Describe
+    demand: Demand, machines: Sequence[Machine], small: frozenset[NodeId], search: ShareSearch, describe: Describe
 ) -> Iterator[Shared]:
     """Yield the best plan of each tried share, with each stage's share refined.
 

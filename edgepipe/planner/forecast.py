@@ -68,7 +68,7 @@ class PromptForecast:
     chunk_tokens: int  # prompt tokens of a step in the middle of the prompt
     chunk_s: float  # time of such a step on the slowest device or link
     in_flight: int  # P, steps with its tokens in flight
-    bound: str  # what bounds the steps: "stage 1", "link 0-1", or "goal"
+    bound: str  # bound of the steps: "stage 1", "link 0-1", or "goal"
 
 
 class Ring:

@@ -59,7 +59,7 @@ class ManySearch:
         self._first = first
         self._must = frozenset(must)
         self._num_devices = num_devices
-        self._few: ExactSearch | None = None  # over ten devices, those that must be used first; None: not tried
+        self._few: ExactSearch | None = None  # search over ten devices: those that must be used first; None: not tried
         self._wanted = self._must if first is None else self._must | {first}
         if num_devices > EXACT_DEVICES >= max(count, len(self._wanted)):
             few_first = None if first is None else 0

@@ -30,7 +30,7 @@ class NodeRoom:
     shares_host_memory: bool = False  # the device's memory is the machine's, which all programs share
     packing: str = WIDE  # how it keeps packed weights, see ``resident_bytes``
     kv: str = ""  # form of the served model's KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
-    most_slots: int = 0  # of states that it keeps beside the KV; 0: as many as pay, see ``MemoryClasses.states``
+    most_slots: int = 0  # states that it keeps beside the KV; 0: as many as pay, see ``MemoryClasses.states``
     ram_bytes: int = 0  # free host memory for experts beside the device; 0: the node keeps none there
 
     @property
@@ -91,7 +91,7 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
     """
     parts = [_read_part(text.strip(), nodes) for text in plan.split(",")]
     ranges, count = [layers for _, layers in parts], need.config.num_layers
-    if need.config.has_mtp and ranges[-1].end == count - 1:  # that layer goes where the head is
+    if need.config.has_mtp and ranges[-1].end == count - 1:  # the stage with the head has that layer
         ranges[-1] = LayerRange(ranges[-1].start, count)
     slices = make_slices(ranges, count)
     placed = tuple(

@@ -51,7 +51,7 @@ class Plan:
     kv_tokens: int  # capacity of every stage
     single: Forecast  # forecast for a single chat
     many: Forecast  # forecast for as many chats as are requested and fit
-    prompt: PromptForecast  # of ``demand.read_tokens``, in an idle ring
+    prompt: PromptForecast  # prompt of ``demand.read_tokens`` in an idle ring
     left_out: tuple[LeftOut, ...] = ()
     gap: float = 0.0  # upper bound of the share by which the cycle could be shorter; 0: the plan is optimal
     without_ram: Without | None = None  # the best without experts in host memory, if the planner chose some
@@ -96,7 +96,7 @@ def plan(
     """
     constraints = constraints or Constraints()
     able, excluded = choose_machines(machines, constraints)
-    chosen = any(machine.room.most_slots for machine in able)  # where the model is served already
+    chosen = any(machine.room.most_slots for machine in able)  # the model is served already
     choices = [0] if chosen else demand.slot_choices()
     return with_fewest_given_up(
         choices,

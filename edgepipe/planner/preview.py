@@ -34,7 +34,7 @@ class LongPrompt:
     """A long prompt on a plan's ring."""
 
     alone: PromptForecast
-    beside: PromptForecast  # with as many chats as ``Plan.many``, within the default ITL goal
+    beside: PromptForecast  # prompt beside as many chats as ``Plan.many``, within the default ITL goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,20 +213,18 @@ class ModelFit:
     plan: Plan | None  # None: the model does not fit
 
 
-def which_fit(
-    machines_for: Sequence[tuple[str, Sequence[Machine]]], links: Links, *, read_tokens: int = 1024
-) -> list[ModelFit]:
+def which_fit(machines_for: Sequence[tuple[str, Sequence[Machine]]], links: Links) -> list[ModelFit]:
     """Return for each model whether it fits and how fast it would be. The machines' speeds depend on the model.
 
     The models with most parameters come first; those that do not fit come last.
     """
-    fits = [_fit(model, machines, links, read_tokens) for model, machines in machines_for]
+    fits = [_fit(model, machines, links) for model, machines in machines_for]
     return sorted(fits, key=lambda fit: (fit.plan is None, -fit.num_parameters))
 
 
-def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int) -> ModelFit:
+def _fit(model: str, machines: Sequence[Machine], links: Links) -> ModelFit:
     config, weights = named_model(model)
-    demand = Demand(config=config, weights=weights, read_tokens=read_tokens)
+    demand = Demand(config=config, weights=weights)
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
     sizes = [machine.room.sizes(config, weights).of_slice(whole) for machine in machines]
     try:

@@ -68,7 +68,7 @@ class Credentials:
     server_name: str = ""
     node_id: str = ""  # the daemon that must answer; empty for channels to other processes
     tls: grpc.ChannelCredentials | None = None
-    keepalive: bool = True  # whether the connection sends pings
+    keepalive: bool = True  # True: the connection sends pings
 
 
 class Security(Protocol):

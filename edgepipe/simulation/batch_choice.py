@@ -40,8 +40,8 @@ _GAIN = 0.02  # predicted gain for which another way is worth a change; less is 
 class DeviceSketch:
     """Times of steps on one device, as tables."""
 
-    decode_s: tuple[float, ...]  # of ``_SIZES`` rows, without attention
-    chunk_s: tuple[float, ...]  # of ``_SIZES`` prompt tokens, without attention
+    decode_s: tuple[float, ...]  # entries for ``_SIZES`` rows, without attention
+    chunk_s: tuple[float, ...]  # entries for ``_SIZES`` prompt tokens, without attention
     row_s: float  # more for each row of logits beside prompt tokens
     kv_token_s: float  # attention: more for each token whose keys and values are read
     pair_s: float  # attention: the same for each pair of tokens; the longer of both counts
@@ -60,12 +60,12 @@ class RingSketch:
     """A ring's expected times."""
 
     devices: tuple[DeviceSketch, ...]
-    upload_token_s: tuple[float, ...]  # by link: for each token of a step
-    latency_s: float  # of a whole turn
+    upload_token_s: tuple[float, ...]  # time of each link for each token of a step
+    latency_s: float  # latency of a whole turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFacts:
+class ChoiceFacts:
     """What a choice depends on."""
 
     ring: RingSketch
@@ -73,8 +73,8 @@ class BatchFacts:
     block_size: int
     context_length: int
     max_running: int
-    lengths: tuple[Lengths, ...]  # of ended requests
-    sequences: int  # of the batch, running and waiting
+    lengths: tuple[Lengths, ...]  # lengths of ended requests
+    sequences: int  # sequences of the batch, running and waiting
     micro_batches: int  # M in use: following the load in each simulation would take as long as the rest
     seed: int = 0
 
@@ -95,12 +95,12 @@ class ChoiceTimes:
         self._next_ended, self._not_before_s = _MORE * num_ended, now_s + _BETWEEN_S
 
 
-def facts_of(scheduler: Scheduler, limits: SchedulerLimits, times: RingTimes, *, seed: int = 0) -> BatchFacts | None:
+def facts_of(scheduler: Scheduler, limits: SchedulerLimits, times: RingTimes, *, seed: int = 0) -> ChoiceFacts | None:
     """Return what a choice for the scheduler's batch depends on; None while the times of steps are not known."""
     ring = sketch_ring(times)
     if ring is None:
         return None
-    return BatchFacts(
+    return ChoiceFacts(
         ring=ring,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
@@ -170,7 +170,7 @@ def _between(seconds: Sequence[float], size: int) -> float:
     return seconds[above - 1] + (size - low) / (high - low) * (seconds[above] - seconds[above - 1])
 
 
-def choose_way(facts: BatchFacts, current: str) -> tuple[str, Mapping[str, float]]:
+def choose_way(facts: ChoiceFacts, current: str) -> tuple[str, Mapping[str, float]]:
     """Return the fastest way, and the predicted output tokens per second of each.
 
     ``current``: the way in use, which stays unless another one is clearly faster.
@@ -181,7 +181,7 @@ def choose_way(facts: BatchFacts, current: str) -> tuple[str, Mapping[str, float
     return (best if rates[best] > rates[keep] * (1 + _GAIN) else keep), rates
 
 
-def predicted_rate(facts: BatchFacts, way: str) -> float:
+def predicted_rate(facts: ChoiceFacts, way: str) -> float:
     """Return the output tokens per second of one way while requests wait."""
     run = Run(
         cluster=_cluster(facts),
@@ -206,7 +206,7 @@ def _filled_rate(report: RunReport, prompt_share: float) -> float:
     return (prompt_share * total + (1 - prompt_share) * answered) / until_s
 
 
-def _prompt_share(facts: BatchFacts) -> float:
+def _prompt_share(facts: ChoiceFacts) -> float:
     """Return the share of prompts in the time of the slowest device."""
     rows = max(1, round(_running(facts) / len(facts.ring.devices)))
     prompt, output = (float(np.mean(column)) for column in zip(*facts.lengths, strict=True))
@@ -220,14 +220,14 @@ def _prompt_share(facts: BatchFacts) -> float:
     return max(shares)[1]
 
 
-def _running(facts: BatchFacts) -> int:
+def _running(facts: ChoiceFacts) -> int:
     """Return about how many sequences run at a time."""
     held = sum(each.prompt_tokens + each.output_tokens / 2 for each in facts.lengths) / len(facts.lengths)
     fit = facts.num_blocks * facts.block_size / held
     return max(1, int(min(fit, facts.max_running, facts.sequences)))
 
 
-def _workload(facts: BatchFacts) -> Workload:
+def _workload(facts: ChoiceFacts) -> Workload:
     """Return requests with the lengths of ended ones, each about equally often, in a random order."""
     count = min(max((1 + _TURNOVERS) * _running(facts), _LEAST_REQUESTS), _MOST_REQUESTS)
     generator = np.random.default_rng(facts.seed)
@@ -255,7 +255,7 @@ def _workload(facts: BatchFacts) -> Workload:
     )
 
 
-def _cluster(facts: BatchFacts) -> Imagined:
+def _cluster(facts: ChoiceFacts) -> Imagined:
     ring = facts.ring
     rates = [1 / token_s if token_s else inf for token_s in ring.upload_token_s]
     links = [LinkShape(bytes_per_s=rate) for rate in rates] + [LinkShape(one_way_s=ring.latency_s)]

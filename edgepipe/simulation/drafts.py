@@ -25,7 +25,7 @@ class SimulatedDrafts:
         self._times = times
         self._in_flight = in_flight
         self._random = np.random.default_rng((seed, 1 << 21))
-        self._known: dict[int, tuple[float, float]] = {}  # by rows: turn, slowest server
+        self._known: dict[int, tuple[float, float]] = {}  # times of the turn and of the slowest server, by rows
 
     def drafting(self) -> Drafting:
         """Return what chooses windows in this simulation."""

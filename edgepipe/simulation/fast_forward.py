@@ -33,7 +33,7 @@ class FastForwardScheduler(Scheduler):
         if self._drafting is not None:
             return 0
         admits = self._waiting.any_parked or (len(self._waiting) and self._may_admit_after_decodes)
-        admits = admits and self._turn is not Turn.DECODES  # which ends when the number of decodes changes
+        admits = admits and self._turn is not Turn.DECODES  # this turn ends when the number of decodes changes
         if self._ready or self._prompts or admits or self._forecast.has_frees or self._tables.states is not None:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():

@@ -26,7 +26,7 @@ from edgepipe.weights.weight_table import FLOATS, WeightTable
 _BYTES_PER_VALUE = 2  # bf16, on links
 _KV_SHARE = 0.9  # share of the memory that the weights leave free
 _CONVERSATION_TOKENS = 4096  # a long chat; the placement reserves room for it
-_READ_TOKENS = 1024  # that a draft attends to
+_READ_TOKENS = 1024  # tokens that a draft attends to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

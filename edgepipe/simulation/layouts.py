@@ -25,7 +25,7 @@ _CLEAR = 0.03  # difference below which two layouts count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class DeviceLayout:
     """Arrangement of devices that serve a model."""
 
     kind: str
@@ -36,7 +36,7 @@ class Layout:
             raise ConfigInvalid(f"no layout is called '{self.kind}'", fact=f"there are {', '.join(LAYOUTS)}")
 
 
-def clusters_of(cluster: ImaginedCluster, layout: Layout) -> list[ImaginedCluster]:
+def clusters_of(cluster: ImaginedCluster, layout: DeviceLayout) -> list[ImaginedCluster]:
     """Return the pipelines of a layout. Raises ConfigInvalid for too few devices."""
     if layout.kind == PIPELINE:
         return [cluster]

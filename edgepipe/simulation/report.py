@@ -17,7 +17,7 @@ _STEADY = (0.2, 0.8)  # shares of the output tokens between which the run is nei
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class ObservedRequest:
     """One request, as its client saw it."""
 
     index: int
@@ -115,7 +115,7 @@ class RunReport:
     kv_mean: float  # share of the pool in use
     kv_peak: float
     cached_tokens: int  # prompt tokens found in the prefix cache
-    requests: tuple[RequestRecord, ...] = ()
+    requests: tuple[ObservedRequest, ...] = ()
     steps: tuple[StepRecord, ...] = ()
 
     @property
@@ -135,18 +135,16 @@ class RunReport:
             return float(self.micro_batches[-1][1])
         return sum(span * count for span, (_, count) in zip(spans, self.micro_batches, strict=True)) / total
 
-    def to_dict(self, *, with_records: bool = False) -> dict[str, Any]:
-        """Convert to plain dicts, lists and numbers. ``with_records`` adds every request and step."""
-        shown = self if with_records else replace(self, requests=(), steps=())  # the records are long
-        value = asdict(replace(shown, facts=replace(self.facts, settings=dict(self.facts.settings))))
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain dicts, lists and numbers, without the long records of requests and steps."""
+        facts = replace(self.facts, settings=dict(self.facts.settings))
+        value = asdict(replace(self, requests=(), steps=(), facts=facts))
         value["prefix_hits"] = self.prefix_hits
-        value["steps"] = [record._asdict() for record in shown.steps]
-        if not with_records:
-            del value["requests"], value["steps"]
+        del value["requests"], value["steps"]
         return value
 
 
-def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> RunReport:
+def make_report(facts: RunFacts, requests: Sequence[ObservedRequest], steps: Sequence[StepRecord]) -> RunReport:
     """Compute all figures of a run."""
     duration_s = _duration_s(requests)
     output_tokens = sum(record.output_tokens for record in requests)
@@ -193,7 +191,7 @@ def percentiles(values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]])
     )
 
 
-def steady_rate(requests: Sequence[RequestRecord]) -> float:
+def steady_rate(requests: Sequence[ObservedRequest]) -> float:
     """Return output tokens per second while the run was neither filling up nor draining."""
     times = np.sort(np.array([moment for record in requests for moment in record.token_times_s], dtype=np.float64))
     if len(times) < 2:
@@ -202,12 +200,12 @@ def steady_rate(requests: Sequence[RequestRecord]) -> float:
     return _per(last - first, float(times[last] - times[first]))
 
 
-def _duration_s(requests: Sequence[RequestRecord]) -> float:
+def _duration_s(requests: Sequence[ObservedRequest]) -> float:
     last = max((record.token_times_s[-1] for record in requests if record.token_times_s), default=0.0)
     return max(0.0, last - min((record.arrival_s for record in requests), default=0.0))
 
 
-def _tpot_s(record: RequestRecord) -> float:
+def _tpot_s(record: ObservedRequest) -> float:
     return (record.token_times_s[-1] - record.token_times_s[0]) / (record.output_tokens - 1)
 
 

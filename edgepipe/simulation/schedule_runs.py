@@ -77,12 +77,12 @@ def compare_schedules(names: Sequence[str], sizes: Sizes) -> tuple[ScheduleRun, 
     return runs
 
 
-def run_decode(ring: DecodeRing, *, micro_batches: int, kv_bound: bool, turns: int = _TURNS) -> Timeline:
-    """Run every micro-batch ``turns`` times around the ring; a step starts when its device and input are ready."""
+def run_decode(ring: DecodeRing, *, micro_batches: int, kv_bound: bool) -> Timeline:
+    """Run every micro-batch a few times around the ring; a step starts when its device and input are ready."""
     step = ring.step(1 / micro_batches if kv_bound else 1.0)
     ready = [0.0] * micro_batches
     spans: list[list[Span]] = [[] for _ in range(ring.stages)]
-    for turn, micro_batch, stage in product(range(turns), range(micro_batches), range(ring.stages)):
+    for turn, micro_batch, stage in product(range(_TURNS), range(micro_batches), range(ring.stages)):
         free = spans[stage][-1].end if spans[stage] else 0.0
         start = max(free, ready[micro_batch])
         spans[stage].append(Span(Op(False, micro_batch, turn * ring.stages + stage), start, start + step))

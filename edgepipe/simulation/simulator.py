@@ -24,7 +24,7 @@ from edgepipe.simulation.drafts import SimulatedDrafts
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined
 from edgepipe.simulation.interleaved import InterleavedTraffic
-from edgepipe.simulation.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
+from edgepipe.simulation.report import ObservedRequest, RunFacts, RunReport, StepRecord, make_report
 from edgepipe.simulation.ring import Course, Repeated, RingTraffic
 from edgepipe.simulation.sizing_feed import SizingFeed
 from edgepipe.simulation.workload import Workload, WorkloadRequest
@@ -79,7 +79,7 @@ class _Flight:
     course: Course
     samplers: list[_Underway]  # requests that get a token when it is back
     ids: Sequence[tuple[int, ...]]  # tokens of each of them
-    drafts: Sequence[Drafts]  # what may follow these
+    drafts: Sequence[Drafts]  # tokens that may follow these
     looked_at: bool = False  # its times were measured
 
 
@@ -296,8 +296,8 @@ class _Simulation:
             preemptions=self._scheduler.stats().preemptions,
         )
 
-    def _request_record(self, underway: _Underway) -> RequestRecord:
-        return RequestRecord(
+    def _request_record(self, underway: _Underway) -> ObservedRequest:
+        return ObservedRequest(
             index=underway.request.index,
             arrival_s=underway.arrival_s,
             prompt_tokens=underway.request.prompt_tokens,

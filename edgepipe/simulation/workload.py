@@ -31,7 +31,7 @@ class Arrivals(Enum):
     TRACE = "trace"  # requests come at recorded times
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A distribution of token counts."""
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
@@ -72,7 +72,7 @@ class LognormalLengths:
         return [int(tokens) for tokens in np.clip(np.rint(drawn), 1, self.max_tokens)]
 
 
-def named_lengths(name: str) -> tuple[Lengths, Lengths]:
+def named_lengths(name: str) -> tuple[LengthDistribution, LengthDistribution]:
     """Return prompt and output lengths of ``sharegpt`` or ``azure``. Raises ConfigInvalid for another name."""
     scales = {"sharegpt": (1.0, 1.0), "azure": _AZURE_MEANS}.get(name)
     if scales is None:
@@ -104,7 +104,7 @@ class Workload:
     description: str  # text for people: "poisson 4/s, sharegpt lengths"
     concurrency: int | None = None  # users of the closed loop
     prefix_tokens: int = 0  # length of each shared prefix
-    priority: Priority = Priority.INTERACTIVE  # of every request
+    priority: Priority = Priority.INTERACTIVE  # priority of every request
 
     def prompt_ids(self, request: WorkloadRequest, *, vocab_size: int = 256) -> tuple[int, ...]:
         """Return the request's token ids, uniform below ``vocab_size``; equal prefixes have equal ids."""
@@ -129,8 +129,8 @@ class WorkloadSpec:
     num_requests: int = 64
     rate_per_s: float | None = None  # rate of Poisson arrivals
     concurrency: int | None = None  # users of the closed loop
-    prompt: Lengths = FixedLengths(tokens=128)  # tokens without the shared prefix
-    output: Lengths = FixedLengths(tokens=128)
+    prompt: LengthDistribution = FixedLengths(tokens=128)  # tokens without the shared prefix
+    output: LengthDistribution = FixedLengths(tokens=128)
     lengths_name: str = "fixed"  # name of the lengths in the description
     prefix_tokens: int = 0  # shared by all requests of a group, before their own prompt
     num_prefixes: int = 1  # groups, assigned to requests in turn

@@ -8,7 +8,7 @@ from edgepipe.spec.facts import ModelConfig
 DRAFT_WAYS = ("auto", "lookup", "mtp", "off")
 """Values of ``--draft`` that name no model."""
 
-_MOST_KV_TOKENS = 16_384  # of a draft model: drafts pay for one chat or two; longer chats get theirs from a lookup
+_MOST_KV_TOKENS = 16_384  # KV of a draft model: drafts pay for one chat or two; longer chats get theirs from a lookup
 
 
 def draft_way(text: str) -> str:

@@ -35,7 +35,7 @@ KV_FORMS = (KV_8BIT, KV_4BIT)
 """All forms, the widest first."""
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_SCALE_BYTES = 2  # of 8 bits
+_SCALE_BYTES = 2  # scale of a vector kept in 8 bits
 _GROUP = 32
 _LEAST_GROUP = 4
 

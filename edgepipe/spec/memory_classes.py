@@ -27,7 +27,7 @@ AUTO_TIER_PARTS = 3
 
 _BLOCK_SIZE = 16  # default tokens per KV block; most devices use this size
 _SLACK_PARTS = 8  # the slack takes at most 1/8 of the context
-_MOST_SLACK_PARTS = 4  # while half of the pool is free, at most 1/4 of the context and of the pool
+_MOST_SLACK_PARTS = 4  # bound while half of the pool is free: 1/4 of the context and of the pool
 _POOL_PARTS = 8  # a window's pool has at least 1/8 of the context's blocks
 LEAST_SLOTS = 4
 """Slots of the states of two sequences, and of a snapshot of each."""

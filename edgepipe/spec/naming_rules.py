@@ -39,7 +39,7 @@ class Naming:
     head: str = "lm_head"
     later_layers: bool = False  # files may hold layers beyond the model's, which predict several tokens at once
     skipped: tuple[str, ...] = ()  # regular expressions of tensors that edgepipe does not read
-    unread: str = ""  # what those tensors and later layers are, for people
+    unread: str = ""  # name of those tensors and later layers, for people
     # Text before "layers.0." and Qwen's names in the layer with ``LayerSpec.mtp``; empty: it is named as the others.
     mtp: str = ""
 

@@ -23,7 +23,7 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.plain_words import plain
 from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.tier_file import Damaged, TierFile
-from edgepipe.wire.plans import DiskCopied, DiskCopies
+from edgepipe.wire.tiers import DiskCopied, DiskCopies
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from edgepipe.backend.types import TierMove
 from edgepipe.ids import Epoch
-from edgepipe.wire.plans import HeldPlaces
 from edgepipe.wire.sizes import MAX_HELD
+from edgepipe.wire.tiers import HeldPlaces
 
 
 class Content:

@@ -18,7 +18,8 @@ from edgepipe.link.protocol import OnStep, Outgoing, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.step_work import StageStep
-from edgepipe.wire.plans import HomeTokens, StepPlan
+from edgepipe.wire.plans import StepPlan
+from edgepipe.wire.reports import HomeTokens
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from edgepipe.backend.protocol import HostMemoryBackend
 from edgepipe.backend.types import TierMove
 from edgepipe.clock import Clock
 from edgepipe.stage.host_bound import LOOK_S, HostBound, HostUse, check_places
-from edgepipe.wire.plans import DiskCopies, PlacesBack
+from edgepipe.wire.tiers import DiskCopies, PlacesBack
 
 
 class HostWatch:

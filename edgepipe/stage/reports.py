@@ -14,17 +14,8 @@ from edgepipe.link.serving import Replies
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import (
-    DiskCopied,
-    HeldPlaces,
-    HomeTokens,
-    HostRoom,
-    LinkSample,
-    StageTimings,
-    StepDone,
-    StepTiming,
-    done_to_wire,
-)
+from edgepipe.wire.reports import HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
+from edgepipe.wire.tiers import DiskCopied, HeldPlaces, HostRoom
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1

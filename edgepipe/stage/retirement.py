@@ -8,7 +8,7 @@ from math import inf
 
 from edgepipe.ids import Epoch, StepId
 from edgepipe.stage.sampler import StepResult
-from edgepipe.wire.plans import StepDone, StepTiming
+from edgepipe.wire.reports import StepDone, StepTiming
 
 
 class Retirement:

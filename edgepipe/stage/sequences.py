@@ -16,7 +16,8 @@ from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.drafting import DraftWish, SequenceDrafter
 from edgepipe.stage.mtp_drafter import KeptPart, NextIds
 from edgepipe.wire.intake import registration_fault
-from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan
+from edgepipe.wire.plans import NewWindow, PlanRow, StepPlan
+from edgepipe.wire.registrations import Registration
 
 Runs = tuple[BlockRun, ...]
 

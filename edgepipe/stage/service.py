@@ -14,13 +14,8 @@ from edgepipe.link.serving import Replies, RingStream
 from edgepipe.link.shaped import Network, arriving, delayed_replies
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, check_hello, hello_from_wire
-from edgepipe.wire.plans import (
-    Command,
-    OpenRing,
-    PipelineSpec,
-    commands_from_wire,
-    spec_from_wire,
-)
+from edgepipe.wire.pipelines import OpenRing, PipelineSpec, spec_from_wire
+from edgepipe.wire.plans import ControlCommand, commands_from_wire
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 
@@ -37,7 +32,7 @@ class Commands:
 
     async def feed(
         self,
-        take: Callable[[Sequence[Command]], None],
+        take: Callable[[Sequence[ControlCommand]], None],
         *,
         refuse: Callable[[Exception], None],
     ) -> None:

@@ -55,7 +55,7 @@ from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.weights.resident import dtype_of, resident_sizes
 from edgepipe.weights.weight_table import table_of
 from edgepipe.wire.common import Hello
-from edgepipe.wire.plans import OpenRing, PipelineSpec
+from edgepipe.wire.pipelines import OpenRing, PipelineSpec
 
 logger = logging.getLogger(__name__)
 

@@ -46,21 +46,12 @@ from edgepipe.stage.service import Commands
 from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import (
-    Command,
-    DiskCopies,
-    HomeTokens,
-    HostRoom,
-    LinkSample,
-    OpenRing,
-    PipelineSpec,
-    PlacesBack,
-    Registration,
-    Registrations,
-    StepDone,
-    StepPlan,
-)
+from edgepipe.wire.pipelines import OpenRing, PipelineSpec
+from edgepipe.wire.plans import ControlCommand, StepPlan
+from edgepipe.wire.registrations import Registration, Registrations
+from edgepipe.wire.reports import HomeTokens, LinkSample, StepDone
 from edgepipe.wire.sizes import MAX_PLANS
+from edgepipe.wire.tiers import DiskCopies, HostRoom, PlacesBack
 
 logger = logging.getLogger(__name__)
 
@@ -456,7 +447,7 @@ class StageEpoch:
             room = HostRoom(epoch=self.spec.epoch, permille=host.permille, available_bytes=host.available_bytes)
             self._reports.host_room(room)
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _obey(self, commands: Sequence[ControlCommand]) -> None:
         if self.over:
             return
         try:

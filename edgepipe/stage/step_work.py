@@ -16,7 +16,7 @@ from edgepipe.stage.held_keys import BegunMove
 from edgepipe.stage.mtp_drafter import KeptPart
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.stage.step_order import StepUses
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 
 
 class WorkOwner(Protocol):

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.layout import check_layout
-from edgepipe.store.folders import sync_folder
+from edgepipe.store.folders import sync_files
 from edgepipe.store.install import metadata_contents
 from edgepipe.weights.card import read_card
 from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest, read_manifest
@@ -51,7 +51,7 @@ class Adoption:
         (self._staging / MANIFEST_FILE).write_bytes(self._manifest.to_json())
         if self._adopted_for:
             (self._staging / ADOPTED_FOR_FILE).write_text(self._adopted_for, encoding="utf-8")
-        sync_folder(self._staging)
+        sync_files(self._staging)
         if not is_model_folder(self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)  # remains of a killed process
             self._staging.rename(self._folder)

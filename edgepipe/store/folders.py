@@ -24,7 +24,7 @@ def folder_size(folder: Path, *, without: str = "") -> int:
     return total
 
 
-def sync_folder(folder: Path) -> None:
+def sync_files(folder: Path) -> None:
     """Flush all files to the disk before the final name shows that the model is whole."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)

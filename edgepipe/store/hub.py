@@ -110,14 +110,14 @@ def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubDownload:
     return plan
 
 
-def hub_types(source: HubSource, *, endpoint: str | None = None) -> list[GgufChoice]:
+def hub_types(source: HubSource) -> list[GgufChoice]:
     """Return the types between which a pull of ``source`` needs a choice, largest first; empty if it needs none.
 
     Raises ModelUnknown, ModelDownloadFailed.
     """
     if source.type or source.file:
         return []
-    files = list_hub(source, endpoint=endpoint).files
+    files = list_hub(source).files
     whole = [] if _has_safetensors(files) else [choice for choice in gguf_choices(files) if not choice.missing]
     return whole if len(whole) > 1 else []
 

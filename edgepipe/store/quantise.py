@@ -24,7 +24,7 @@ from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.layout import EMBEDDING, HEAD, is_expert, model_tensors, shares, stored_names
 from edgepipe.spec.names import folder_name
 from edgepipe.spec.tensors import TensorInfo
-from edgepipe.store.folders import sync_folder
+from edgepipe.store.folders import sync_files
 from edgepipe.store.install import hash_file, metadata_contents
 from edgepipe.store.linked_files import counted
 from edgepipe.store.store import ModelStore, StoredModel
@@ -78,7 +78,7 @@ def quantise_model(
     weights = _float_weights(original)
     new_id = copy_id(original.id, target)
     folder = store.root / folder_name(new_id)
-    tensors = list(weights.tensors(whole_slice(weights.config)))  # with the layer that predicts one token more
+    tensors = list(weights.tensors(whole_slice(weights.config)))  # includes the layer that predicts one token more
     planned, unpacked = _planned(weights.config, tensors, target)
     if folder.exists():
         return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True, unpacked=unpacked)
@@ -100,7 +100,7 @@ def quantise_model(
                     entries = _write_tensors(weights, planned, staging / TENSOR_FOLDER, on_progress)
                     original.check_unchanged(counted(on_progress))  # the originals must not change while they are read
                     _describe(original, staging, new_id, entries)
-                    sync_folder(staging)
+                    sync_files(staging)
                     staging.rename(folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

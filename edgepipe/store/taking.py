@@ -24,7 +24,7 @@ class Taking:
     """Files to take."""
 
     model_id: str
-    pulled_from: Path  # what the user gave
+    pulled_from: Path  # path that the user gave
     files: Sequence[tuple[Path, str]]  # each file and its name in the store
 
     def into(self, folder: Path, on_progress: OnProgress) -> None:

@@ -22,7 +22,7 @@ class HeldBatch:
 
     batch_id: str
     owner: str = ""  # id of the node that it was copied from
-    term: int = 0  # of that node
+    term: int = 0  # term of that node
     num_bytes: int = 0  # durable bytes of the copy
 
 
@@ -30,7 +30,7 @@ class HeldBatch:
 class BatchFacts:
     """A node's batches with copies, and the copies that it keeps."""
 
-    room_bytes: int = 0  # for further copies
+    room_bytes: int = 0  # room for further copies
     owned: tuple[OwnedBatch, ...] = ()
     held: tuple[HeldBatch, ...] = ()
     owners: tuple[str, ...] = ()  # ids of heard nodes that own batches with a copy

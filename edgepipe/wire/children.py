@@ -27,7 +27,7 @@ class PrepareRequest:
     kv_tokens: int = 0  # requested; fewer if memory is short
     weights_node: str = ""  # id of a node with all tensors
     fresh: bool = False  # start a new process, even if the present one holds exactly this
-    promised_tokens: int = 0  # of ``kv_tokens``, those that the user was promised; 0: none
+    promised_tokens: int = 0  # tokens of ``kv_tokens`` that the user was promised; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class ChildProgress:
     limit_ms: int = 0  # limit without progress on started work, or without a report; beyond it, the child hangs
     refused_handshakes: int = 0  # connections without a valid certificate
     fenced: int = 0  # dropped plans and frames of replaced epochs
-    disk_bytes: int = 0  # what a stage's file of KV takes
+    disk_bytes: int = 0  # size of a stage's file of KV
 
 
 Report = (

@@ -43,12 +43,12 @@ class ServeSpec:
     names: tuple[str, ...] = ()  # further names by which requests may ask for the model
     template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none
     itl_goal: str = ""  # time that prompts may add to a decode's turn: "100ms" or "off"; empty: the default
-    draft: str = ""  # what drafts tokens: see ``draft_way``, or a model's name; empty: the default, "auto"
+    draft: str = ""  # source of drafts: see ``draft_way``, or a model's name; empty: the default, "auto"
     must_keep_context: bool = False  # the user was promised the whole context
     num_replicas: int = 0  # independent pipelines of the model; 0: one
-    replica: int = 0  # which of them this is, from 1 on; 0: the only one
+    replica: int = 0  # number of this one, from 1; 0: the only one
     replica_pipelines: tuple[PipelineId, ...] = ()  # all of them
-    replica_share: float = 0.0  # of the conversations, as planned; 0: an equal one
+    replica_share: float = 0.0  # planned share of the conversations; 0: an equal one
 
     @property
     def title(self) -> str:
@@ -82,7 +82,7 @@ class Advice:
 class DraftState:
     """Drafts since the epoch began."""
 
-    source: str = ""  # what drafts: "auto", "lookup", "mtp", "model"; empty: nothing
+    source: str = ""  # source of drafts: "auto", "lookup", "mtp", "model"; empty: nothing drafts
     windows: int = 0  # rows with drafts
     drafted: int = 0  # drafts that these verified
     accepted: int = 0
@@ -94,10 +94,10 @@ class PromptSteps:
     """How prompts go into steps."""
 
     in_flight: int  # P: steps with prompt tokens
-    num_tokens: int  # of such a step, decodes included
+    num_tokens: int  # tokens of such a step, decodes included
     ms: float  # expected time of such a step on the slowest stage or link
-    bound: str  # what bounds it: "stage 1", "link 0-1" or "goal"
-    over_goal_ms: float = 0.0  # by which even the smallest step with prompt tokens misses the goal; 0: it is kept
+    bound: str  # bound of the rate: "stage 1", "link 0-1" or "goal"
+    over_goal_ms: float = 0.0  # smallest step with prompt tokens misses the goal by this; 0: it keeps the goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class StageState:
     decode_ms: float = 0.0  # measured step of ``EngineState.decode_rows`` sequences; 0 while not known
     decode_upload_ms: float = 0.0  # upload of that step on its outgoing link; 0 while not known
     products: tuple[PackedProducts, ...] = ()  # empty: no packed weights
-    slow_paths: tuple[SlowPath, ...] = ()  # what makes its steps slow
+    slow_paths: tuple[SlowPath, ...] = ()  # reasons why its steps are slow
     # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
@@ -154,8 +154,8 @@ class EngineState:
     used_disk_blocks: int = 0
     fetched_tokens: int = 0  # count since the epoch began: tokens whose KV came from disk to host memory
     disk_problem: str = ""  # why the disk rests; empty: it is used
-    disk_again_unix_s: int = 0  # when it is tried again; 0: none rests
-    host_bound_blocks: int = 0  # of host_blocks, those that may be used now
+    disk_again_unix_s: int = 0  # time of the next try; 0: no disk rests
+    host_bound_blocks: int = 0  # blocks of host_blocks that may be used now
     host_problem: str = ""  # why less host memory is used than there is; empty: nothing else needs it
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0

@@ -20,7 +20,7 @@ from edgepipe.sampling.bounds import (
     refusal,
 )
 from edgepipe.sampling.params import MAX_COUNT, SAMPLING_BOUNDS
-from edgepipe.wire.plans import Registration
+from edgepipe.wire.registrations import Registration
 from edgepipe.wire.requests import Submission
 from edgepipe.wire.sizes import MAX_END_IDS
 

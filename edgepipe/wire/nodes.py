@@ -83,7 +83,7 @@ class NodeState:
     sleeps_soon: bool = False  # the machine is about to sleep: silence from now on is sleep, not death
     leaving: bool = False  # the node stops as soon as its work has moved, or a time is over
     disk_free_bytes: int = 0  # free bytes on the disk of models
-    batches: BatchFacts | None = None  # of its gateway; None until that has read its disk
+    batches: BatchFacts | None = None  # facts of its gateway; None: the gateway has not read its disk yet
 
     @property
     def introduction(self) -> Introduction:

@@ -1,74 +1,26 @@
-"""Messages about steps between an engine and its stages, as values, and their conversion.
+"""Plans of steps and the engine's other messages to a stage, as values, and their conversion.
 
 Shape letters: T packed tokens of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from edgepipe.backend.drafting import Drafts
-from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun, RowState, StateWrite, TierMove
-from edgepipe.errors import EdgepipeError, RemoteProtocolError
-from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
-from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, TierMove
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.scheduler.types import singles
-from edgepipe.spec.facts import Slice
 from edgepipe.wire.bounds import check_numbers
-from edgepipe.wire.codec import from_wire, to_wire, value_of
-from edgepipe.wire.common import Hello, epoch_of, epoch_to_wire, hello_to_wire
-from edgepipe.wire.errors import error_from_wire, error_to_wire
-from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
-from edgepipe.wire.sizes import ID_BYTES, KEY_BYTES, MAX_END_IDS, MAX_PLANS, PACKED_BYTES
-from edgepipe.wire.v1 import common_pb2, stage_pb2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingNeighbour:
-    """The previous or next stage, as its daemon reported it to the engine."""
-
-    node_id: NodeId
-    certificate: bytes = b""  # PEM; empty without encryption
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSpec:
-    """A stage's constants for one epoch."""
-
-    pipeline_id: PipelineId
-    epoch: Epoch
-    slices: tuple[Slice, ...]  # slices of this stage
-    num_slices: int  # slices of the whole pipeline
-    hidden_size: int
-    activation_type: ActivationType
-    num_blocks: int
-    block_size: int  # tokens
-    window_blocks: tuple[int, ...] = ()  # blocks of each windowed memory class; empty: all layers keep the context
-    state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
-    host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
-    disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: no such disk
-    kv_digest: bytes = b""  # of what the KV of the same tokens depends on: equal digests mean equal KV
-    asks_held: bool = False  # the engine does not know what is below the device: ``HeldPlaces`` ahead of ``Opened``
-    next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
-    max_in_flight: int  # steps
-    step_deadline_ms: int
-    next: RingNeighbour | None = None  # identity of the stage at ``next_address``
-    previous: RingNeighbour | None = None  # the stage that sends activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRing:
-    """The constants of a Ring stream."""
-
-    pipeline_id: PipelineId
-    epoch: Epoch
-    slice: int  # index of the slice that the stream feeds
-    hidden_size: int
-    activation_type: ActivationType
+from edgepipe.wire.codec import from_wire
+from edgepipe.wire.common import epoch_of
+from edgepipe.wire.registrations import Registrations, registrations_from_wire
+from edgepipe.wire.sizes import KEY_BYTES, MAX_PLANS
+from edgepipe.wire.tiers import DiskCopies, PlacesBack, keys_of
+from edgepipe.wire.v1 import stage_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,42 +45,6 @@ class PlanRow(NamedTuple):
     new_windows: tuple[NewWindow, ...] = ()  # appended to its tables of windowed classes
     state: RowState | None = None  # slots of its state; None: no layer is recurrent
     draft: int = 0  # most drafts to return with its tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """A sequence that later rows refer to by number. A known number is replaced and its block table emptied.
-
-    A long registration is sent in parts: continuing parts have columns of ids to append.
-    """
-
-    sequence: SequenceId
-    sampling: SamplingParams
-    choice: int = 0
-    prompt_tokens: int  # absolute position p is output position p - prompt_tokens
-    prompt: tuple[int, ...] = ()  # prompt tokens in order, if ``sampling.prompt_logprobs`` or ``draft``
-    seen: tuple[int, ...] = ()  # prompt tokens, unique and ascending, if ``sampling.penalises_prompt``
-    generated: tuple[int, ...] = ()  # output tokens so far, if ``sampling.needs_output`` or ``draft``
-    end_ids: tuple[int, ...] = ()  # EOS and stop ids, if ``sampling.min_tokens``
-    continues: bool = False
-    draft: str = ""  # "auto" | "lookup" | "mtp" | "model": what drafts its tokens; empty: nothing
-
-    def joined(self, part: Registration) -> Registration:
-        """Return this registration with a continuing part appended."""
-        return replace(
-            self,
-            prompt=self.prompt + part.prompt,
-            seen=self.seen + part.seen,
-            generated=self.generated + part.generated,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registrations:
-    """Registrations for a stage, sent before the plans that begin the sequences."""
-
-    epoch: Epoch
-    sequences: tuple[Registration, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,162 +79,13 @@ class StepPlan:
         return self.num_tokens > self.num_singles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTiming:
-    """Times of one step on one slice."""
-
-    step: StepId
-    slice_index: int
-    num_tokens: int
-    num_rows: int  # see ``ScheduledStep.num_singles``
-    started_us: int  # stage's monotonic clock: submitted, and the previous step done
-    wait_us: int = 0  # device idle before it
-    prepare_us: int = 0
-    compute_us: int = 0  # time from ``started_us`` until collect returned
-    sample_us: int = 0
-    send_queue_us: int = 0  # wait in the send queue, of the newest step that has left: usually the previous one
-    upload_us: int = 0  # the same step's upload
-    queued_us: int = 0  # time from plan and inputs ready until ``started_us``
-    expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
-    upload_bytes: int = 0  # size of the step that ``upload_us`` describes
-    draft_us: int = 0  # drafting for its sequences, after sampling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSample:
-    """Times of one step's activations on one link, on the wall clocks of two machines."""
-
-    step: StepId
-    num_bytes: int
-    first_sent_us: int  # sender's wall clock
-    first_received_us: int  # receiver's wall clock, of the first piece
-    last_received_us: int  # receiver's wall clock
-    told_us: int = 0  # receiver's wall clock, when the credit left
-    acknowledged_us: int = 0  # sender's wall clock, when it came back
-    spread_bytes: int = 0  # bytes of all steps that came after the first piece, until ``last_received_us``
-
-    @property
-    def round_trip_us(self) -> int:
-        """Round trip without the time at the receiver: upload and twice the latency. Needs no common clock."""
-        return (self.acknowledged_us - self.first_sent_us) - (self.told_us - self.last_received_us)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
-    """A step is retired.
-
-    A row that ``failures`` does not name has at least one token.
-    """
-
-    epoch: Epoch
-    step: StepId
-    ids: tuple[tuple[int, ...], ...] = ()  # tokens of each sampling row, in row order
-    timings: tuple[StepTiming, ...] = ()
-    # (index into the ids of all rows, log-probabilities), where requested
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
-    prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
-    failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (sampling row, reason why no further token was sampled)
-    drafts: tuple[Drafts, ...] = ()  # what may follow the tokens of each sampling row; empty: no drafts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeOpened:
-    """The stage that embeds takes the tokens of the stage that samples."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskCopies:
-    """Copies of blocks or states of one memory class between host memory and the disk."""
-
-    epoch: Epoch
-    number: int  # from 1
-    memory_class: int  # as ``TierMove.number``
-    out: bool  # to disk; else to host memory
-    host_places: tuple[int, ...]
-    disk_places: tuple[int, ...]
-    afresh: bool = False  # the disk rested: what it holds is worth nothing, and a stage with a problem opens a new file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacesBack:
-    """Places in host memory that nothing uses, whose memory a stage gives back to the system."""
-
-    epoch: Epoch
-    memory_class: int  # as ``TierMove.number``
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPlaces:
-    """What some places of one memory class hold below the device, the longest unused first."""
-
-    epoch: Epoch
-    memory_class: int  # as ``TierMove.number``
-    on_disk: bool  # else in host memory
-    places: tuple[int, ...]
-    keys: bytes  # KEY_BYTES for each place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRoom:
-    """How much of its host memory below the device a stage may use now."""
-
-    epoch: Epoch
-    permille: int  # of the places
-    available_bytes: int = 0  # what the machine has left for all programs; 0: not known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskCopied:
-    """A stage's answer to ``DiskCopies``."""
-
-    epoch: Epoch
-    number: int
-    failed: tuple[int, ...] = ()  # copies that were not made, by their place in the columns
-    took_us: int = 0  # 0: not known
-    problem: str = ""  # why the stage does not use its disk; empty: it does
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeTokens:
-    """Tokens that came to the stage that embeds, for the steps after this one."""
-
-    step: StepId
-    ids: tuple[int, ...]  # one for each row that samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimings:
-    """Timings of a stage that sends no StepDone, at most every 100 ms."""
-
-    timings: tuple[StepTiming, ...] = ()
-    links: tuple[LinkSample, ...] = ()
-    home: tuple[HomeTokens, ...] = ()
-
-
-Command = StepPlan | Registrations | DiskCopies | PlacesBack
+ControlCommand = StepPlan | Registrations | DiskCopies | PlacesBack
 """What an engine says to the stages of an open epoch."""
-
-
-def spec_to_wire(spec: PipelineSpec, hello: Hello) -> stage_pb2.OpenPipeline:
-    """Make the first message of a Control stream."""
-    message = to_wire(spec, stage_pb2.OpenPipeline)
-    message.hello.CopyFrom(hello_to_wire(hello))
-    return message
-
-
-def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
-    """Convert a stage's constants. Raises RemoteProtocolError for an invalid number."""
-    if not message.slices:
-        raise RemoteProtocolError("the pipeline cannot be opened: this stage has no slice")
-    return from_wire(message, PipelineSpec)
 
 
 def commands_from_wire(
     message: stage_pb2.ControlMessage,
-) -> Sequence[Command]:
+) -> Sequence[ControlCommand]:
     """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
     if message.HasField("plan"):
         if len(message.next_plans) >= MAX_PLANS:
@@ -367,78 +134,6 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     )
 
 
-def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
-    """Convert the report that retires a step."""
-    return stage_pb2.StageReport(
-        step_done=stage_pb2.StepDone(
-            epoch=epoch_to_wire(done.epoch),
-            step=done.step,
-            ids=[token for row in done.ids for token in row],
-            num_ids=[*map(len, done.ids)],
-            drafts=[token for row in done.drafts for token in row.ids],
-            draft_sources=[source for row in done.drafts for source in row.sources],
-            num_drafts=[len(row.ids) for row in done.drafts],
-            timings=[to_wire(timing, stage_pb2.StepTiming) for timing in done.timings],
-            logprobs=[
-                stage_pb2.SampledLogprobs(index=index, token=logprobs_to_wire(token)) for index, token in done.logprobs
-            ],
-            prompt_logprobs=[
-                stage_pb2.PromptLogprobs(
-                    sequence=sequence,
-                    position=part.position,
-                    tokens=[logprobs_to_wire(token) for token in part.tokens],
-                )
-                for sequence, part in done.prompt_logprobs
-            ],
-            failures=[
-                stage_pb2.SampleFailure(index=index, error=error_to_wire(error)) for index, error in done.failures
-            ],
-        )
-    )
-
-
-def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
-    """Convert a received report that retires a step. Raises RemoteProtocolError."""
-    check_numbers(message)
-    return StepDone(
-        epoch=epoch_of(message.epoch),
-        step=StepId(message.step),
-        ids=_ids_by_row(message),
-        timings=tuple([value_of(timing, StepTiming) for timing in message.timings]),
-        logprobs=tuple([(each.index, logprobs_from_wire(each.token)) for each in message.logprobs]),
-        prompt_logprobs=tuple(
-            [(SequenceId(part.sequence), value_of(part, PromptLogprobs)) for part in message.prompt_logprobs]
-        ),
-        failures=tuple([(each.index, error_from_wire(each.error)) for each in message.failures]),
-        drafts=_drafts(message) if message.num_drafts else (),
-    )
-
-
-def _ids_by_row(message: stage_pb2.StepDone) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each row. Raises RemoteProtocolError."""
-    ids, counts = tuple(message.ids), tuple(message.num_ids)
-    if counts == (1,) * len(ids):  # no windows
-        return tuple(zip(ids, strict=True))
-    ends = [0, *accumulate(counts)]
-    if ends[-1] != len(ids):
-        raise RemoteProtocolError(
-            f"the report of step {message.step} has other ids than it counts",
-            fact=f"{len(ids)} came, its rows have {ends[-1]}",
-        )
-    return tuple([ids[start:end] for start, end in pairwise(ends)])
-
-
-def _drafts(message: stage_pb2.StepDone) -> tuple[Drafts, ...]:
-    """Return the drafts of each row. Raises RemoteProtocolError."""
-    ids, sources, ends = tuple(message.drafts), tuple(message.draft_sources), [0, *accumulate(message.num_drafts)]
-    if not ends[-1] == len(ids) == len(sources):
-        raise RemoteProtocolError(
-            f"the report of step {message.step} has other drafts than it counts",
-            fact=f"{len(ids)} came with {len(sources)} sources, its rows have {ends[-1]}",
-        )
-    return tuple([Drafts(ids[start:end], sources[start:end]) for start, end in pairwise(ends)])
-
-
 def _check_columns(message: stage_pb2.Plan, num_rows: int) -> None:
     if len(message.draft) not in (0, num_rows):
         raise RemoteProtocolError(
@@ -468,11 +163,6 @@ def _moves(message: stage_pb2.Plan) -> tuple[TierMove, ...]:
         return ()
     keys = keys_of(message.move_keys)
     return tuple([TierMove(*move, key=next(keys, b"") if move[-1] else b"") for move in zip(*columns, strict=True)])
-
-
-def keys_of(packed: bytes) -> Iterator[bytes]:
-    """Yield the keys of blocks and snapshots that lie one behind another."""
-    return (packed[begin : begin + KEY_BYTES] for begin in range(0, len(packed), KEY_BYTES))
 
 
 def _blocks_by_row(message: stage_pb2.Plan, num_rows: int) -> list[tuple[BlockRun, ...]]:
@@ -511,109 +201,3 @@ def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> list[tuple[NewWin
         for row, place, start, count in zip(blocks.row, blocks.place, blocks.start, blocks.count, strict=True):
             windows[row].append(NewWindow(number, place, BlockRun(start, count)))
     return [*map(tuple, windows)]
-
-
-def registrations_to_wire(
-    registrations: Iterable[Registration], *, epoch: common_pb2.Epoch, with_sampling: bool
-) -> list[stage_pb2.ControlMessage]:
-    """Pack registrations into as few messages of at most PACKED_BYTES as possible.
-
-    Only the stage with the head gets the sampling parameters.
-    """
-    messages: list[stage_pb2.ControlMessage] = []
-    room = 0
-    for part in _parts(registrations, with_sampling=with_sampling):
-        size = part.ByteSize() + _FIELD_BYTES
-        if size > room:
-            messages.append(stage_pb2.ControlMessage(register=stage_pb2.Registrations(epoch=epoch)))
-            room = PACKED_BYTES - messages[-1].ByteSize() - _FIELD_BYTES
-        messages[-1].register.sequences.append(part)
-        room -= size
-    return messages
-
-
-def registration_bytes(
-    sampling: SamplingParams, *, prompt_tokens: int, vocab_size: int, drafts: bool = False
-) -> tuple[int, int]:
-    """Return the maximum size of a registration without output, and the bytes per known output token.
-
-    ``drafts``: its tokens are drafted.
-    """
-    grammar = len(sampling.grammar.text.encode()) if sampling.grammar is not None else 0
-    prompt = prompt_tokens if sampling.prompt_logprobs or drafts else 0
-    seen = min(prompt_tokens, vocab_size) if sampling.penalises_prompt else 0
-    ends = MAX_END_IDS if sampling.min_tokens else 0
-    fixed = _HEAD_BYTES + grammar + _BIAS_BYTES * len(sampling.logit_bias) + ID_BYTES * (prompt + seen + ends)
-    return fixed, ID_BYTES if sampling.needs_output or drafts else 0
-
-
-def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
-    """Convert received registrations. Raises RequestInvalid, RemoteProtocolError."""
-    check_numbers(message)
-    return Registrations(
-        epoch=epoch_of(message.epoch),
-        sequences=tuple(_registration_from_wire(register) for register in message.sequences),
-    )
-
-
-_HEAD_BYTES = 256  # size of all numbers of a registration
-_BIAS_BYTES = ID_BYTES + 8
-_FIELD_BYTES = 16  # overhead of a part, or of the message's field
-_PART_IDS = PACKED_BYTES // 2 // ID_BYTES  # the other half is for the rest, mainly a grammar
-
-
-def _parts(registrations: Iterable[Registration], *, with_sampling: bool) -> Iterator[stage_pb2.Register]:
-    for registration in registrations:
-        if not with_sampling:
-            yield stage_pb2.Register(sequence=registration.sequence, prompt_tokens=registration.prompt_tokens)
-            continue
-        columns = [
-            (name, ids[start : start + _PART_IDS])
-            for name, ids in (
-                ("prompt", registration.prompt),
-                ("seen_steps", registration.seen),
-                ("generated", registration.generated),
-            )
-            for start in range(0, len(ids), _PART_IDS)
-        ]
-        part = _registration_head(registration)
-        room = _PART_IDS
-        for name, ids in columns:
-            if len(ids) > room:
-                yield part
-                part, room = stage_pb2.Register(sequence=registration.sequence, continues=True), _PART_IDS
-            getattr(part, name).extend(_steps(ids) if name == "seen_steps" else ids)
-            room -= len(ids)
-        yield part
-
-
-def _registration_head(registration: Registration) -> stage_pb2.Register:
-    """Convert a registration without its long columns."""
-    return stage_pb2.Register(
-        sequence=registration.sequence,
-        sampling=sampling_to_wire(registration.sampling),
-        choice=registration.choice,
-        prompt_tokens=registration.prompt_tokens,
-        end_ids=registration.end_ids,
-        draft=registration.draft,
-    )
-
-
-def _steps(ascending: tuple[int, ...]) -> Iterator[int]:
-    """Yield the differences between neighbours: most take one byte."""
-    return (after - before for before, after in pairwise((0, *ascending)))
-
-
-def _registration_from_wire(message: stage_pb2.Register) -> Registration:
-    return Registration(
-        sequence=SequenceId(message.sequence),
-        sampling=sampling_from_wire(message.sampling),
-        choice=message.choice,
-        prompt_tokens=message.prompt_tokens,
-        prompt=tuple(message.prompt),
-        seen=tuple(accumulate(message.seen_steps)),
-        generated=tuple(message.generated),
-        end_ids=tuple(message.end_ids),
-        continues=message.continues,
-        draft=message.draft,
-    )

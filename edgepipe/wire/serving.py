@@ -59,7 +59,7 @@ class ServeRequest:
     options: ServeSpec  # a spec without stages
     plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
     rebalance: bool = False  # place a served model anew
-    moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
+    moves: Moves = Moves.UNCHANGED  # AUTO: stages move by themselves from now on
     must_keep_context: bool = False  # the KV of one whole context must fit
     auto_replicas: bool = False  # the planner chooses ``options.num_replicas``
 
@@ -70,7 +70,7 @@ class ServeEvent:
 
     message: str = ""
     progress: float = 0.0  # 0..1
-    engines: tuple[EngineState, ...] = ()  # in the last event: all pipelines of the model, ready
+    engines: tuple[EngineState, ...] = ()  # all pipelines of the model, ready; only in the last event
     note: str = ""  # line to keep on the screen: what was left out, and why
 
 
@@ -130,7 +130,7 @@ class RebalanceRequest:
 
     pipeline_id: PipelineId
     num_nodes: int = 0  # 0: the planner decides
-    moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
+    moves: Moves = Moves.UNCHANGED  # AUTO: stages move by themselves from now on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

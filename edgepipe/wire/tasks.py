@@ -29,11 +29,11 @@ class TaskState:
     begun_us: int = 0  # wall clock, when it was asked for
     ended_us: int = 0  # wall clock; 0: it has not ended
     phase: str = ""  # present activity, for people
-    bytes_done: int = 0  # of this phase
+    bytes_done: int = 0  # bytes of this phase
     bytes_total: int = 0  # 0: not known
     result: bytes = b""  # JSON that the command printed, in ASCII; empty in lists
     error: tuple[str, ...] = ()  # last lines that a failed command printed on stderr
-    choices: ServeChoices = NO_CHOICES  # of serve and plan
+    choices: ServeChoices = NO_CHOICES  # choices of serve and plan
 
     @property
     def ended(self) -> bool:

@@ -42,7 +42,7 @@ class DaemonLink:
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
-        self.security = MutualTls(  # with a key of this process alone; it denies all calls until it knows peers
+        self.security = MutualTls(  # this process has a key of its own; it denies all calls until it knows peers
             make_key_pair(),
             callers=_CALLERS[settings.kind],
             on_denied=self._denied,

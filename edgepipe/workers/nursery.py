@@ -29,7 +29,7 @@ from edgepipe.system import raise_descriptor_limit
 from edgepipe.workers.settings import KINDS
 
 MESSAGE_BYTES = 4096
-_ARGUMENTS = slice(45, 47)  # of the fields after the name in /proc/self/stat: where the command line begins and ends
+_ARGUMENTS = slice(45, 47)  # fields after the name in /proc/self/stat: where the command line begins and ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class ChildSettings:
     address: str  # HOST:PORT of the daemon
     log_level: str
     progress_s: float  # stages and engines: between two reports while work is pending
-    keepalive: bool = True  # whether connections send pings
+    keepalive: bool = True  # True: connections send pings
     link: str = ""  # stages and engines: the network to emulate; empty: the real one
     http_host: str = "127.0.0.1"  # gateways: address to listen on besides loopback
     http_names: tuple[str, ...] = ()  # gateways: more host names that clients may use

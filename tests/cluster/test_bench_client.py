@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.cli.bench.client import Measured, connected
+from edgepipe.cli.bench.client import MeasuredRun, connected
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.simulation.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello
@@ -20,7 +20,7 @@ WORKLOAD = make_workload(
 )
 
 
-async def measured(lab: EngineLab) -> Measured:
+async def measured(lab: EngineLab) -> MeasuredRun:
     hello = Hello(role="gateway", node_id="bench", cluster_id="lab")
     async with connected(lab.engine.state(), hello, Plaintext()) as client:
         return await client.run(WORKLOAD, num_stages=2)

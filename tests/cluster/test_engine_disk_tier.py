@@ -133,8 +133,10 @@ async def test_a_full_disk_rests_says_so_once_and_is_used_again(
         state = world.lab.engine.state()
         assert state.disk_problem in ("node0: the disk is full", "node1: the disk is full")
         assert state.used_disk_blocks == 0
-        told = [each for each in caplog.records if each.name == "edgepipe.engine.pump" and each.levelname == "WARNING"]
-        assert len(told) == 1
+        warnings = [
+            each for each in caplog.records if each.name == "edgepipe.engine.pump" and each.levelname == "WARNING"
+        ]
+        assert len(warnings) == 1
         assert state.disk_again_unix_s > 0
         monkeypatch.undo()
         await world.lab.until(lambda: not world.lab.engine.state().disk_problem)

@@ -34,7 +34,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.stage.retirement import Retirement
 from edgepipe.wire.common import Hello, hello_to_wire
-from edgepipe.wire.plans import StepDone
+from edgepipe.wire.reports import StepDone
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 from tests.support.engine.lab import QUICK, EngineLab, engine_lab, oracle_tokens, submission
 

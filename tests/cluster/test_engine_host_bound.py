@@ -56,5 +56,5 @@ async def test_idle_blocks_leave_host_memory_and_come_back_with_the_room(
         assert engine.state().host_problem == ""
         await world.round()
         assert mostly(await world.round())
-        told = [each.message for each in caplog.records if each.name == "edgepipe.engine.pump"]
-        assert len([each for each in told if "keep less RAM" in each]) == 1
+        messages = [each.message for each in caplog.records if each.name == "edgepipe.engine.pump"]
+        assert len([each for each in messages if "keep less RAM" in each]) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from edgepipe.ids import Epoch
 from edgepipe.stage.held_keys import HeldKeys
-from edgepipe.wire.plans import HeldPlaces
+from edgepipe.wire.tiers import HeldPlaces
 from tests.cluster.test_engine_disk_tier import CHATS, LENGTH, Users
 from tests.cluster.test_engine_kept_kv import tokens_computed
 from tests.cluster.test_engine_truth import TIERS

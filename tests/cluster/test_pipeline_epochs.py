@@ -24,7 +24,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
-from edgepipe.wire.plans import PipelineSpec, spec_to_wire
+from edgepipe.wire.pipelines import PipelineSpec, spec_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 from tests.support.engine.pipeline import Control, LocalStages, epoch

@@ -15,7 +15,7 @@ from edgepipe.backend.types import ActivationType
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import PipelineId, StepId
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.wire.plans import OpenRing
+from edgepipe.wire.pipelines import OpenRing
 from edgepipe.wire.sizes import MAX_PLANS
 from tests.support.engine.pipeline import epoch
 from tests.support.engine.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages

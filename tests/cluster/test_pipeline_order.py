@@ -15,7 +15,8 @@ from edgepipe.backend.types import Activations, ActivationType, BlockRun, Step, 
 from edgepipe.errors import RemoteProtocolError, StepFailed
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.wire.plans import OpenRing, StepPlan
+from edgepipe.wire.pipelines import OpenRing
+from edgepipe.wire.plans import StepPlan
 from tests.support.engine.pipeline import epoch
 from tests.support.engine.pipeline_engine import CONFIG, Decoding, SmallEngine, emulated, stages
 

@@ -12,7 +12,8 @@ from edgepipe_emulated import oracle
 from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
-from edgepipe.wire.plans import PlanRow, Registration, StepPlan
+from edgepipe.wire.plans import PlanRow, StepPlan
+from edgepipe.wire.registrations import Registration
 from tests.support.engine.pipeline import epoch
 from tests.support.engine.pipeline_engine import CONFIG, SmallEngine, stages
 

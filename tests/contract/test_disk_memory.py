@@ -17,7 +17,7 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.plans import DiskCopied, DiskCopies
+from edgepipe.wire.tiers import DiskCopied, DiskCopies
 from tests.contract.test_windowed_kv import windowed
 from tests.support.backends.maker import Maker
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids

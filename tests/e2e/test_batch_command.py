@@ -86,10 +86,10 @@ async def test_a_batch_by_command_line(nodes: Nodes, tmp_path: Path) -> None:
     running = await _running(node)
     process.send_signal(signal.SIGINT)
     async with asyncio.timeout(20):
-        _, told = await process.communicate()
+        _, errors = await process.communicate()
     assert process.returncode == 130
-    assert f"edgepipe batch show {running} -o {output}" in told.decode()
-    assert f"edgepipe batch cancel {running}" in told.decode()
+    assert f"edgepipe batch show {running} -o {output}" in errors.decode()
+    assert f"edgepipe batch cancel {running}" in errors.decode()
     listed = (await run(node, "batch", "list"))[1]
     assert running in listed
     assert "COPY" in listed

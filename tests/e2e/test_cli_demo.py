@@ -74,7 +74,7 @@ class Demo:
     process: subprocess.Popen[str]
     cluster: str
     url: str
-    data_dir: str  # of the first node
+    data_dir: str  # folder of the first node
 
     def run(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return self.shell.run(*args, "--data-dir", self.data_dir, stdin=stdin)

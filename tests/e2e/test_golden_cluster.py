@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(not (find_spec("torch") and find_spec("mlx")), reason="torch and MLX are not both installed"),
 ]
-TOLERANCE = {"float32": 1e-3, "bf16": 0.05}  # of a prompt token's log-probability, by what travels; for each hop
+TOLERANCE = {"float32": 1e-3, "bf16": 0.05}  # error of a prompt token's log-probability for each hop, by what travels
 BF16_ROUNDING = 2.0**-8  # relative; unlikely tokens' log-probabilities (-15) are off by more than 0.05
 KILL_AFTER_TOKENS = 3
 JOIN_S = 120.0  # two backends are imported and measured at once
@@ -45,7 +45,7 @@ class Case:
 
     backends: tuple[str, ...]  # one stage each
     activations: str
-    names: frozenset[str]  # of items
+    names: frozenset[str]  # names of items
     num_tokens: int  # most of one answer
     num_texts: int
     num_kills: int  # stages killed, one after the other

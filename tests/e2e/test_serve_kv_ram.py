@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 STORY = "Chapter {}. " + "The ship sailed on over the dark sea, and nobody on board spoke. " * 18
-TOKENS = 512  # of KV: one conversation, and not two
+TOKENS = 512  # KV for one conversation, and not for two
 
 
 async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_model: StoredModel) -> None:

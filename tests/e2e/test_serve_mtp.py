@@ -50,7 +50,7 @@ class Served:
 
     nodes: list[StartedNode]
     engine: EngineState
-    behind: list[int]  # by token: the one that follows it
+    behind: list[int]  # the token that follows each token
 
     async def drafts(self) -> DraftState:
         """Counts of drafts since the model was loaded."""

@@ -38,7 +38,7 @@ pytestmark = [
 FAMILY = "qwen35"
 PROMPT = np.random.default_rng(5).integers(3, 60, 90).tolist()
 NUM_TOKENS = 80  # half a second: a kill comes in time
-LEAST_GAP = 1e-3  # of the largest logit, between the two best: float32 decides it
+LEAST_GAP = 1e-3  # share of the largest logit, between the two best: float32 decides it
 JOIN_S = 120.0  # two backends are imported and measured at once
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

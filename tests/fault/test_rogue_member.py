@@ -27,12 +27,12 @@ from tests.support.processes.nodes import Node, Nodes, idle
 from tests.support.processes.streams import CONFIG, PROMPT, SLOW, Stream, answers
 from tests.support.processes.waiting import until
 
-GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
+GROWTH_BYTES = 50 << 20  # memory that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound
 CALL_S = 10.0  # until a node answers another member that calls it in the middle of an attack
 REMOVAL_S = 5.0  # 2 s, and as much again for a busy machine
 SHORT = ("promote_accomplice", "take_pipeline", "forge_states", "claim_tokens", "claim_numbers")
-CHAT_TOKENS = 200  # of a request: some seconds
+CHAT_TOKENS = 200  # length of a request: some seconds
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Chat:
     """One request after another at a node, every token held against the oracle."""
 
     node: Node
-    tokens: int = 0  # of the requests that have ended
+    tokens: int = 0  # tokens of the requests that have ended
     stream: Stream = field(default_factory=lambda: Stream(PROMPT, CHAT_TOKENS))
 
     async def run(self) -> None:

@@ -21,7 +21,7 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.weights.weights import open_weights
 
-EXACT = 1e-4  # of the largest logit
+EXACT = 1e-4  # share of the largest logit
 ROUNDED = {"llama-q4_k_m": 0.03}  # a group's scale and offset are rounded once; llama.cpp's own products differ by 0.06
 NUM_TOKENS = 24
 Maker = Callable[[BackendOptions], Backend]

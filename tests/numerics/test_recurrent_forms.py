@@ -20,8 +20,8 @@ from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_che
 from tests.support.numerics.harness import Pipeline, Track
 from tests.support.numerics.recurrent_forms import MIXERS, compare_forms
 
-BOUND = 1e-3  # of the largest logit, chunked against step form
-TOLERANCE = 1e-4  # of the largest logit, against transformers
+BOUND = 1e-3  # share of the largest logit, chunked against step form
+TOLERANCE = 1e-4  # share of the largest logit, against transformers
 OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
 KINDS = ("torch", "mlx")
 

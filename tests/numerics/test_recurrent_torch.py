@@ -20,8 +20,8 @@ from edgepipe.weights.weights import Weights, open_weights
 from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
 from tests.support.numerics.harness import Pipeline
 
-TOLERANCE = 1e-4  # of the largest logit
-CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last
+TOLERANCE = 1e-4  # share of the largest logit
+CHUNKS = (13, 1, 30, 1, 1)  # pieces of 70 tokens; the rest comes last
 
 
 def backends(count: int, dtype: str = "float32") -> list[TorchBackend]:

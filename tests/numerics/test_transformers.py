@@ -48,7 +48,7 @@ from transformers import (
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.weights.weights import Weights, open_weights
 
-TOLERANCE = 1e-4  # of the largest logit
+TOLERANCE = 1e-4  # share of the largest logit
 TOKENS = np.random.default_rng(3).integers(0, 131, 100).tolist()
 CHUNKS = (13, 1, 40, 1, 1, 27, 1)  # the rest, 16 tokens, comes last
 SIZES: dict[str, Any] = {

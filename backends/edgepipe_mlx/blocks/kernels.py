@@ -19,11 +19,11 @@ MOST_ROWS = 16
 MOST_WITH_EXPERTS = 128
 """The same of rows with an expert each. A row reads its expert alone, so sixteen rows with eight experts each."""
 
-_LANES = 32  # of a simdgroup
+_LANES = 32  # threads of a simdgroup
 TILES = {1: 4, 4: 2}
 """Out features of a simdgroup, by its rows. Inputs and sums of four rows fill its registers, so it takes fewer."""
 _CONSTANT = 8  # MLX gives smaller arrays in the constant address space, by other code
-_SIMDGROUPS = 2  # of a threadgroup, for each tile of rows
+_SIMDGROUPS = 2  # simdgroups of a threadgroup, for each tile of rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ BLOCK = 256  # inputs that share a base
 class BlockForm:
     """What the kernels are compiled for."""
 
-    bits: int  # of a code: 4, 5 or 6
+    bits: int  # bits of a code: 4, 5 or 6
     group: int  # inputs that share a factor: 16 or 32
     added: bool  # groups have offsets
     zero: int  # subtracted from codes; 0 with offsets

@@ -18,8 +18,8 @@ from edgepipe_mlx.kv import Paged
 from edgepipe_mlx.kv_codes import FourBits, codes_of
 from edgepipe_mlx.pages.rows import PageArrays, PageForm
 
-_LANES = 32  # of a simdgroup
-_SIMDGROUPS = 4  # of a threadgroup
+_LANES = 32  # threads of a simdgroup
+_SIMDGROUPS = 4  # simdgroups of a threadgroup
 _CONSTANT = 8  # MLX gives smaller arrays in the constant address space, by other code
 
 

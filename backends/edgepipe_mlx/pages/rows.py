@@ -25,10 +25,10 @@ CHUNK = 8
 
 _BATCH = 32  # keys of a simdgroup at a time
 _LEAST_SHARE = 128  # keys; a batch for each simdgroup of a threadgroup
-_MOST_QUERIES = 8  # of a threadgroup: their sums fill its registers
+_MOST_QUERIES = 8  # queries of a threadgroup: their sums fill its registers
 _WIDE = 256  # values of a head, beyond which a lane keeps two chunks of each sum
 _LEAST_ARRAY = 8  # MLX gives smaller arrays in the constant address space, by other code
-_COLUMNS = 8  # of the table of rows, see ``pages.metal``
+_COLUMNS = 8  # columns of the table of rows, see ``pages.metal``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class PageForm:
     capped: bool
     sinks: bool
     block_size: int
-    dtype: mx.Dtype  # of queries and results
-    kv: str  # of ``KV_FORMS``; empty: values in ``dtype``
+    dtype: mx.Dtype  # type of queries and results
+    kv: str  # one of ``KV_FORMS``; empty: values in ``dtype``
 
     @property
     def group(self) -> int:
@@ -106,8 +106,8 @@ class PageArrays:
     tables: mx.array  # [S, n] int32
     numbers: mx.array  # [8] float32: factor and cap of logits
     num_tokens: int  # N
-    most_tokens: int  # of one sequence
-    shares: int  # of the sequence with the most
+    most_tokens: int  # tokens of the longest sequence
+    shares: int  # shares of the sequence with the most
 
 
 def share_of(num_keys: int, most_shares: int) -> int:

@@ -48,7 +48,7 @@ class HeadKernels:
 
     rotate: Native
     attend: Native
-    keep: Native | None = None  # of a form whose newest keys have lower bits apart
+    keep: Native | None = None  # only for a form whose newest keys have lower bits apart
 
 
 class Recording:

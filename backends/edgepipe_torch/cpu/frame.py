@@ -25,7 +25,7 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "outputs",
     "column",  # place of the first output
 )
-SUM_WORDS = 4  # of each group and row behind the prepared inputs, at most
+SUM_WORDS = 4  # words of sums behind the prepared inputs, at most, for each group and row
 CALL_FIELDS = 11  # fields of a recorded call: the function's address and its arguments
 ATTRIBUTES = 'attributes #0 = { nounwind "min-legal-vector-width"="512" }\n'
 

@@ -34,7 +34,7 @@ ByteProducts = Literal["", "fours", "pairs"]
 BITS: Mapping[ByteProducts, tuple[int, ...]] = {"": (), "fours": (4, 8), "pairs": (4,)}
 """Bits of the codes whose products are added as integers."""
 
-_LARGEST = {1: 127, 2: 127 * 257 - 2}  # by digits: largest whole number; of two digits, less the rounding of its factor
+_LARGEST = {1: 127, 2: 127 * 257 - 2}  # largest whole number by digits; for two digits, less the rounding of its factor
 _BYTES, _SHORTS = "<32 x i8>", "<16 x i16>"
 _ONES = "<" + ", ".join(["i16 1"] * 16) + ">"
 _LEAST_UNIT = 2.0**-126  # smaller factors of inputs are zero

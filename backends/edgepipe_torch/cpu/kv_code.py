@@ -44,9 +44,9 @@ class CodeForm(Protocol):
     """How code reads and writes one form of KV, for heads of one size."""
 
     head_dim: int
-    code_bytes: int  # of a vector
+    code_bytes: int  # bytes of a vector's codes
     scale_type: str
-    num_scales: int  # of a vector
+    num_scales: int  # scales of a vector
     has_rests: bool  # the lower bits of a row's newest keys are kept apart, in slots that the row names
 
     def functions(self) -> list[str]:

@@ -488,7 +488,7 @@ class ProductCode:
 
         def unit(index: str) -> None:
             out = code.at("float", "%panel", code.mul(index, 8 * TILE))
-            self._prefetch_codes(code, code.add(code.add("%first", "%count"), index))  # of the next panel
+            self._prefetch_codes(code, code.add(code.add("%first", "%count"), index))  # codes of the next panel
             for place, levels in enumerate(self._levels(code, code.add("%first", index))):
                 for vector, level in enumerate(levels):
                     at = code.at("float", out, str(place * TILE + vector * self._width))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 _PAGE_BYTES = 2 << 20
-_CHUNK_BYTES = 64 << 20  # of addresses; memory is used by page, when it is first written
-_LINE_BYTES = 64  # of a cache
+_CHUNK_BYTES = 64 << 20  # a chunk of addresses; memory is used by page, when it is first written
+_LINE_BYTES = 64  # a line of the cache
 
 
 class WeightMemory:

@@ -153,7 +153,7 @@ class ExpertMatrix:
     def fill_taken(self, part: int, read: ReadRows, taken: Taken) -> None:
         """See ``layers.experts.ExpertMatrix``."""
         weight = read(taken.order)
-        assert isinstance(weight, Tensor | Packed)  # as CUDA devices read
+        assert isinstance(weight, Tensor | Packed)  # CUDA devices read no other kind
         self.fill(part, weight)
 
     def fill_taken_bias(self, part: int, bias: Tensor, taken: Taken) -> None:

@@ -64,7 +64,7 @@ class PackedCudaLinear:
             int, KernelWeights | Int4Weights | UnpackedWeights | WideWeights
         ] = {}  # keys are the runs' first parts
         self._bias: Tensor | None = None
-        self.products: set[PackedProducts] = set()  # what multiplies with the packed parts
+        self.products: set[PackedProducts] = set()  # kernels that multiply with the packed parts
 
     @property
     def num_bytes(self) -> int:

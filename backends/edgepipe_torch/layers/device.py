@@ -32,7 +32,7 @@ from edgepipe_torch.layers.states import StatePool
 from edgepipe_torch.layers.step_ops import StepOps
 from edgepipe_torch.layers.transfer import Transfer
 
-PAGE_TOKENS = LARGEST_BLOCK  # of a page in attention over pages
+PAGE_TOKENS = LARGEST_BLOCK  # tokens of a page in attention over pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

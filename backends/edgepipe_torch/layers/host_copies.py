@@ -15,7 +15,7 @@ from edgepipe.backend.host_places import HostPlaces, Pins
 from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe.backend.types import TierMove
 
-_ALIGNED_BYTES = 64  # of a tensor's part of a place: no type needs more
+_ALIGNED_BYTES = 64  # alignment of a tensor's part of a place: no type needs more
 
 
 class Stored(NamedTuple):

@@ -21,8 +21,8 @@ MIDDLE = 7.5  # a value of 4 bits is ``(code - MIDDLE) * scale``
 FINE_STEPS = 16  # a code of 8 bits counts sixteenths of a scale; its upper 4 bits are the code of 4
 FINE_MIDDLE = 127.5
 SCALE_SHIFT = 20  # a scale is the upper bits of a float32, of which its byte counts up from ``LEAST_BITS``
-LEAST_BITS = (127 - 20) << 3  # of 2**-20, the smallest scale; the largest is 3584
-NO_SCALE = 255  # of a group with a NaN or an infinity, or with values beyond the scales
+LEAST_BITS = (127 - 20) << 3  # byte of 2**-20, the smallest scale; the largest scale is 3584
+NO_SCALE = 255  # byte of a group with a NaN or an infinity, or with values beyond the scales
 
 
 class Codes(NamedTuple):
@@ -35,7 +35,7 @@ class Codes(NamedTuple):
 class WholeCodes(NamedTuple):
     """Vectors with 4 bits, and 4 bits more of each code: together the code of 8 bits, in the same scales."""
 
-    codes: Codes  # of which the codes are the upper bits
+    codes: Codes  # the upper bits, with the scales
     rests: Tensor  # [L, entries, D / 2] uint8, in the order of the codes
 
 

@@ -27,7 +27,7 @@ class ClassTensors(NamedTuple):
 
     slots: Tensor  # [T] int64
     attention: StepAttention
-    rests: StepRests | None = None  # of KV whose newest tokens have more bits
+    rests: StepRests | None = None  # only for KV whose newest tokens have more bits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class SelfAttention:
             gates, qkv = qkv[:, :width], qkv[:, width:]
         parts = qkv.unflatten(1, (-1, heads.head_dim))
         if (order := self.value_order) is not None:
-            queries_keys, keys = parts, parts[:, heads.num_heads :]  # whose product has the values, too
+            queries_keys, keys = parts, parts[:, heads.num_heads :]  # the keys' product has the values, too
             parts = ops.compute(lambda: torch.cat([queries_keys, keys.index_select(2, order)], 1))
         rotations = None if self.rotation is None else step.tensors.rotations[self.rotation]
         norms = HeadNorms(self.query_norm, self.key_norm, self.value_norm)

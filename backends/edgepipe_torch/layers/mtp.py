@@ -26,7 +26,7 @@ class MtpLayer:
     layer: Layer
     token_norm: Tensor  # [H] of the next token's embedding
     output_norm: Tensor  # [H] of the model's output, or of this layer's where a guess follows a guess
-    product: Linear  # of both [2 H]
+    product: Linear  # multiplies both inputs together [2 H]
     last_norm: Tensor  # [H]
 
     @property

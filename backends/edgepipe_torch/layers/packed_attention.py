@@ -67,7 +67,7 @@ class StepRests:
 class SpanAttention:
     """Attention over KV that may have spans whose tokens are read with more bits."""
 
-    rests: StepRests | None = None  # of a form with spans
+    rests: StepRests | None = None  # only for a form with spans
 
     def open(self, heads: LayerHeads) -> None:
         """Read the lower bits of earlier tokens, before a layer's codes are written."""
@@ -112,8 +112,8 @@ class PackedSequenceAttention(SpanAttention):
         self._dtype = dtype
         device = pool.device
         self._slots = [None if slots is None else torch.from_numpy(slots).to(device) for slots in prepared.scattered]
-        self._begun: dict[int, Tensor] = {}  # by first row: slots of the lower bits in a span that it goes on with
-        self._opened: dict[int, Tensor] = {}  # by first row: these lower bits, in the layer at hand
+        self._begun: dict[int, Tensor] = {}  # slots of the lower bits in a span that goes on, by first row
+        self._opened: dict[int, Tensor] = {}  # these lower bits in the layer at hand, by first row
         rows = prepared.layout.rows
         if rows and all(row.rests is not None for row in rows):
             places = (torch.from_numpy(each).to(device) for each in rest_places(prepared.layout))

@@ -52,7 +52,7 @@ class PackedKVStorage:
             Stored(each, array, 1, block_size) for pool, each in zip(self.pools, classes, strict=True) for array in pool
         ]
         self._layers = [Codes(*(array[each.place] for array in self.pools[each.kind])) for each in heads]
-        self._rests: dict[int, Tensor] = {}  # by kind of layer
+        self._rests: dict[int, Tensor] = {}  # keys are kinds of layers
 
     @property
     def has_rests(self) -> bool:
@@ -90,7 +90,7 @@ class PackedKVStorage:
         found = self._rests.get(heads.kind)
         if found is None or len(found) < num_tokens:
             codes = self._layers[heads.layer].codes
-            with torch.inference_mode(False):  # as the pools: writable in and out of that mode
+            with torch.inference_mode(False):  # the pools are writable in and out of that mode, too
                 found = self._rests[heads.kind] = torch.zeros(
                     num_tokens, *codes.shape[1:], dtype=codes.dtype, device=self.device
                 )

@@ -17,7 +17,7 @@ from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Security
-from edgepipe.simulation.report import RequestRecord, StepRecord
+from edgepipe.simulation.report import ObservedRequest, StepRecord
 from edgepipe.simulation.workload import Workload, WorkloadRequest
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, hello_to_wire
@@ -39,10 +39,10 @@ OnProgress = Callable[[int, int], None]  # (ended requests, received tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """Measurements of a run; times are seconds since its start."""
 
-    requests: tuple[RequestRecord, ...]
+    requests: tuple[ObservedRequest, ...]
     steps: tuple[StepRecord, ...]
     preemptions: int
 
@@ -56,8 +56,8 @@ class _Underway:
     error: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def record(self) -> RequestRecord:
-        return RequestRecord(
+    def record(self) -> ObservedRequest:
+        return ObservedRequest(
             index=self.request.index,
             arrival_s=self.arrival_s,
             prompt_tokens=self.request.prompt_tokens,
@@ -82,7 +82,7 @@ class BenchClient:
         self._on_progress: OnProgress = _ignore_progress
         self._num_ended = self._num_tokens = 0
 
-    async def run(self, workload: Workload, *, num_stages: int, on_progress: OnProgress | None = None) -> Measured:
+    async def run(self, workload: Workload, *, num_stages: int, on_progress: OnProgress | None = None) -> MeasuredRun:
         """Send every request at its arrival time. Return when the last request has ended. Raises LinkError."""
         self._runs += 1
         self._underway, self._steps = {}, {}
@@ -98,7 +98,7 @@ class BenchClient:
         await asyncio.sleep(_LAST_TIMINGS_S)
         after = await self._trace(after_step=self._untimed(last, num_stages))
         self._keep(after)
-        return Measured(
+        return MeasuredRun(
             requests=tuple(request.record() for request in self._underway.values()),
             steps=self._step_records(after, num_stages),
             preemptions=after.preemptions - before.preemptions,

@@ -37,7 +37,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class SlashCommand:
     """One slash command."""
 
     name: str
@@ -202,39 +202,39 @@ def _saved_names(talk: Talk) -> Sequence[str]:
         return ()
 
 
-COMMANDS: Mapping[str, Command] = {
+COMMANDS: Mapping[str, SlashCommand] = {
     command.name: command
     for command in (
-        Command(name="/help", argument="", help="show this list", run=_help),
-        Command(
+        SlashCommand(name="/help", argument="", help="show this list", run=_help),
+        SlashCommand(
             name="/model",
             argument="[NAME]",
             help="show the model, or choose another",
             run=_model,
             values=lambda talk: talk.model_names,
         ),
-        Command(name="/system", argument="[TEXT]", help='show or set the instructions; "" for none', run=_system),
-        Command(
+        SlashCommand(name="/system", argument="[TEXT]", help='show or set the instructions; "" for none', run=_system),
+        SlashCommand(
             name="/set",
             argument="[NAME [VALUE]]",
             help="show or set temperature, max_tokens, seed, history, ...",
             run=_set,
             values=lambda talk: (*OPTIONS, "history"),
         ),
-        Command(
+        SlashCommand(
             name="/think",
             argument="[fold|show|hide]",
             help="show the last answer's reasoning, or set how reasoning appears",
             run=_think,
             values=lambda talk: THINKING,
         ),
-        Command(name="/clear", argument="", help="forget the conversation", run=_clear),
-        Command(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),
-        Command(name="/stats", argument="", help="show tokens and speed so far", run=_stats),
-        Command(name="/nodes", argument="", help="show the machines", run=_nodes),
-        Command(name="/plan", argument="", help="show where layers run, and the speed", run=_plan),
-        Command(name="/save", argument="[FILE]", help="save the conversation; FILE.md as text", run=_save),
-        Command(name="/load", argument="[FILE]", help="load a saved conversation", run=_load, values=_saved_names),
-        Command(name="/bye", argument="", help="end", run=_bye),
+        SlashCommand(name="/clear", argument="", help="forget the conversation", run=_clear),
+        SlashCommand(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),
+        SlashCommand(name="/stats", argument="", help="show tokens and speed so far", run=_stats),
+        SlashCommand(name="/nodes", argument="", help="show the machines", run=_nodes),
+        SlashCommand(name="/plan", argument="", help="show where layers run, and the speed", run=_plan),
+        SlashCommand(name="/save", argument="[FILE]", help="save the conversation; FILE.md as text", run=_save),
+        SlashCommand(name="/load", argument="[FILE]", help="load a saved conversation", run=_load, values=_saved_names),
+        SlashCommand(name="/bye", argument="", help="end", run=_bye),
     )
 }

@@ -28,13 +28,13 @@ class Measured:
     python: str
     backend: str
     device: str  # "cuda:0"
-    chip: str  # as its driver names it
+    chip: str  # name that its driver gives it
     dtype: str
     cores: int
-    memory_bytes: int  # of the device
+    memory_bytes: int  # memory of the device
     libraries: Mapping[str, str]  # versions by name
     others_share: float  # share of the processors that other programs used
-    figures: Mapping[str, float]  # by the keys of FIGURES
+    figures: Mapping[str, float]  # keys are those of FIGURES
     predicted: Mapping[str, float]
     sheet: str  # device of the table whose data sheet the predictions follow; empty: none, so nothing is predicted
     kernels: Sequence[KernelError]

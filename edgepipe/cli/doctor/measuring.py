@@ -29,10 +29,8 @@ from edgepipe.daemon.machine.machine_load import others_share, processor_times
 from edgepipe.errors import BackendUnavailable
 from edgepipe.planner.device_figures import predicted_figures
 
-_WHOLE_S = 290.0  # for all parts
+_WHOLE_S = 290.0  # bound on all parts together
 _LINE_BYTES = 1 << 20
-
-RunPart = Callable[[Mapping[str, Any], float], Any]
 
 
 async def measure(config: Config, say: Callable[[str], None]) -> Measured:

@@ -44,9 +44,9 @@ def render_reports(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
             yield Text(f"\n{_title(report)}: {failed}", "yellow")
 
 
-def reports_as_json(reports: Sequence[RunReport], *, with_records: bool = False) -> dict[str, Any]:
+def reports_as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     """Convert reports to JSON: ``{"runs": [...]}``."""
-    return {"runs": [report.to_dict(with_records=with_records) for report in reports]}
+    return {"runs": [report.to_dict() for report in reports]}
 
 
 def _common(reports: Sequence[RunReport]) -> list[str]:

@@ -123,6 +123,17 @@ def filled(text: str) -> str:
     return "" if text else "type a value"
 
 
+def check_name(text: str) -> str:
+    """Return why a text is no name of a machine or a cluster; empty: it is one."""
+    from edgepipe.config import load_config
+
+    try:
+        load_config({"name": text}, environ={})
+    except ConfigInvalid as error:
+        return error.next_step
+    return ""
+
+
 def _answer(question: Question) -> str:
     try:
         answer: str = question.unsafe_ask()  # ``ask`` would print its own message at ^C

@@ -18,7 +18,7 @@ class Given:
     """Flags; None or empty: ask."""
 
     name: str = ""
-    models_dir: bool = False  # whether the flag was given; ``Setup.config`` has its value
+    models_dir: bool = False  # True: the flag was given; ``Setup.config`` has its value
     cluster: str = ""
     join: str = ""  # a pairing code
     host: str = ""

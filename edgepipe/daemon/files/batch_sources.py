@@ -18,7 +18,7 @@ from edgepipe.wire.nodes import NodeState
 
 logger = logging.getLogger(__name__)
 PART_BYTES = 256 << 10
-MOST_BYTES = 16 << 20  # of one answer: it ends within the caller's deadline on a slow link, and is durable there
+MOST_BYTES = 16 << 20  # bound on one answer: it ends within the caller's deadline on a slow link, and is durable there
 NEWS_S = 20.0  # how long an answer waits for news
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+ -]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class TaskCommand:
     """One command that a task may run."""
 
     words: tuple[str, ...]
@@ -32,21 +32,21 @@ class Command:
     drafts: frozenset[str] = frozenset()  # it takes choices of serving, these drafts among them
 
 
-COMMANDS: Mapping[str, Command] = {
-    "pull": Command(words=("models", "pull"), takes_model=True, flags=("--json", "--progress"), in_store=True),
-    "remove": Command(words=("models", "rm"), takes_model=True, flags=("--json", "--yes"), in_store=True),
-    "replicate": Command(words=("models", "replicate"), takes_model=True, flags=("--json", "--progress")),
-    "serve": Command(
+COMMANDS: Mapping[str, TaskCommand] = {
+    "pull": TaskCommand(words=("models", "pull"), takes_model=True, flags=("--json", "--progress"), in_store=True),
+    "remove": TaskCommand(words=("models", "rm"), takes_model=True, flags=("--json", "--yes"), in_store=True),
+    "replicate": TaskCommand(words=("models", "replicate"), takes_model=True, flags=("--json", "--progress")),
+    "serve": TaskCommand(
         words=("serve",),
         takes_model=True,
         flags=("--json", "--progress"),
         drafts=frozenset({"auto", "lookup", "mtp", "off"}),
     ),
-    "list": Command(words=("models", "list"), takes_model=False, flags=("--json",), in_store=True),
-    "fits": Command(words=("models", "list"), takes_model=False, flags=("--json", "--known")),
-    "plan": Command(words=("plan",), takes_model=True, flags=("--json",), drafts=frozenset({"mtp", "off"})),
-    "doctor": Command(words=("doctor",), takes_model=False, flags=("--json",)),
-    "drain": Command(words=("node", "drain"), takes_model=False),
+    "list": TaskCommand(words=("models", "list"), takes_model=False, flags=("--json",), in_store=True),
+    "fits": TaskCommand(words=("models", "list"), takes_model=False, flags=("--json", "--known")),
+    "plan": TaskCommand(words=("plan",), takes_model=True, flags=("--json",), drafts=frozenset({"mtp", "off"})),
+    "doctor": TaskCommand(words=("doctor",), takes_model=False, flags=("--json",)),
+    "drain": TaskCommand(words=("node", "drain"), takes_model=False),
 }
 """By the kind of task."""
 
@@ -72,7 +72,7 @@ def arguments_of(
     )
 
 
-def _choice_flags(kind: str, command: Command, choices: ServeChoices) -> Sequence[str]:
+def _choice_flags(kind: str, command: TaskCommand, choices: ServeChoices) -> Sequence[str]:
     given = {
         "--kv": choices.kv,
         "--context": str(choices.context or ""),

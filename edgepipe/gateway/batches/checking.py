@@ -1,7 +1,7 @@
 """Reads a batch's whole input once, before any line runs: ``python -m edgepipe.gateway.batches.checking``.
 
 A child process does it: parsing a million lines would hold the interpreter's lock of the gateway for many seconds. A
-question (``edgepipe.children.frames``) is JSON, ``{"path", "endpoint"}``; the answer is a ``Checked`` as JSON.
+question (``edgepipe.children.frames``) is JSON, ``{"path", "endpoint"}``; the answer is a ``CheckedInput`` as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from edgepipe.children.frames import answer_frames
 from edgepipe.gateway.batches.lines import Place, RawLine, line_fault, read_lines
-from edgepipe.gateway.batches.records import MAX_LINES, BatchError, Checked
+from edgepipe.gateway.batches.records import MAX_LINES, BatchError, CheckedInput
 
 MODULE = "edgepipe.gateway.batches.checking"
 _MAX_ERRORS = 10  # reasons that a failed batch shows
@@ -26,7 +26,7 @@ _DIGEST_BYTES = 16
 _NICE = 10
 
 
-def check_input(path: Path, *, endpoint: str, most_lines: int = MAX_LINES) -> Checked:
+def check_input(path: Path, *, endpoint: str, most_lines: int = MAX_LINES) -> CheckedInput:
     """Count lines, find the model, and refuse a batch without a good line or with an id that occurs twice.
 
     A million lines take some 40 MB: a digest and a number for each. Raises OSError.
@@ -40,7 +40,7 @@ def check_input(path: Path, *, endpoint: str, most_lines: int = MAX_LINES) -> Ch
                 continue
             num_lines += 1
             if num_lines > most_lines:
-                return Checked(errors=(BatchError(code="too_many_lines", message=_too_many(most_lines)),))
+                return CheckedInput(errors=(BatchError(code="too_many_lines", message=_too_many(most_lines)),))
             if fault := line_fault(line.data, endpoint=endpoint):
                 if len(bad) < _MAX_ERRORS:
                     bad.append(BatchError(code="invalid_line", message=f"{fault}", line=line.number))
@@ -50,17 +50,17 @@ def check_input(path: Path, *, endpoint: str, most_lines: int = MAX_LINES) -> Ch
             numbers.append(line.number)
             digests += hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest()
     if not num_lines:
-        return Checked(errors=(BatchError(code="empty_file", message="the file has no line"),))
+        return CheckedInput(errors=(BatchError(code="empty_file", message="the file has no line"),))
     if not numbers:
-        return Checked(errors=tuple(bad))
-    return Checked(num_lines=num_lines, model=model, errors=tuple(_twice(numbers, digests)))
+        return CheckedInput(errors=tuple(bad))
+    return CheckedInput(num_lines=num_lines, model=model, errors=tuple(_twice(numbers, digests)))
 
 
-def result_of(answer: bytes) -> Checked:
+def result_of(answer: bytes) -> CheckedInput:
     """Read a child's answer."""
     values: dict[str, Any] = json.loads(answer)
     errors = tuple(BatchError(**error) for error in values["errors"])
-    return Checked(num_lines=values["num_lines"], model=values["model"], errors=errors)
+    return CheckedInput(num_lines=values["num_lines"], model=values["model"], errors=errors)
 
 
 def question_for(path: Path, *, endpoint: str) -> bytes:
@@ -98,7 +98,7 @@ def answer(question: bytes) -> bytes:
     try:
         result = check_input(Path(asked["path"]), endpoint=asked["endpoint"])
     except OSError:
-        result = Checked(errors=(BatchError(code="file_unreadable", message="the input file cannot be read"),))
+        result = CheckedInput(errors=(BatchError(code="file_unreadable", message="the input file cannot be read"),))
     return json.dumps(asdict(result)).encode()
 
 

@@ -23,7 +23,7 @@ from edgepipe.wire.nodes import ClusterView, MemberState, NodeState
 
 MOST_COPIES = 64  # batches of a node with a copy, and copies that a node keeps: facts of both travel with its state
 MOST_RECORD_BYTES = 256 << 10  # 16 texts of metadata and 10 errors take some 20 KB
-_MOST_CHARS = 4096  # of a text in a record
+_MOST_CHARS = 4096  # bound on a text in a record
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _STATUSES: tuple[str, ...] = typing.get_args(Status)
 _ROOM_STEP_BYTES = 64 << 20  # a node reports its room in steps, so that its state seldom changes
@@ -39,7 +39,7 @@ class Copy:
     input: StoredFile
     sizes: tuple[int, int, int] = (0, 0, 0)
     updated_s: int = 0
-    record: bytes = b""  # as the owner sent it
+    record: bytes = b""  # bytes that the owner sent
 
     @property
     def num_bytes(self) -> int:
@@ -304,7 +304,7 @@ def resumed(copy: Copy, tally: Tally, *, now_s: int) -> Batch:
 class LocalUsers:
     """The users that this node's gateway knows."""
 
-    machine: str = "address:127.0.0.1"  # of this machine's command line
+    machine: str = "address:127.0.0.1"  # identity of this machine's command line
     known: frozenset[str] = frozenset({"address:127.0.0.1"})
 
     def may_take(self, user: str, batch: Batch) -> bool:
@@ -390,7 +390,7 @@ def _elsewhere(batch_id: str, view: ClusterView) -> Refusal:
     )
 
 
-def first_to_copy(owned: Iterable[Batch], most: int = MOST_COPIES) -> list[Batch]:
-    """Choose the batches that may have a copy: unfinished ones first, then the newest; at most ``most``."""
+def first_to_copy(owned: Iterable[Batch]) -> list[Batch]:
+    """Choose the batches that may have a copy: unfinished ones first, then the newest."""
     order = sorted(owned, key=lambda batch: (batch.is_final, -batch.created_s, batch.batch_id))
-    return order[:most]
+    return order[:MOST_COPIES]

@@ -32,7 +32,7 @@ _RECORD = "copy.json"
 _MOST_RECORD_BYTES = 1 << 20
 _BATCH_ID = re.compile(r"batch_[0-9A-Za-z_-]{1,64}")
 _ENTRY = re.compile(rb'\{"id":"batch_req_[0-9A-Za-z_-]{1,64}_([0-9]{1,10})",')
-_MOST_NUMBER = 1 << 26  # of a line, empty ones included: 8 MiB of bits
+_MOST_NUMBER = 1 << 26  # highest number of a line, empty lines included: 8 MiB of bits
 _MAX_ENTRY_BYTES = 64 << 20  # an answer is bounded by its request: no whole entry is longer
 
 
@@ -40,7 +40,7 @@ _MAX_ENTRY_BYTES = 64 << 20  # an answer is bounded by its request: no whole ent
 class Entry:
     """A whole entry of a copy's output or error file."""
 
-    number: int  # of its line
+    number: int  # number of its line
     succeeded: bool
 
 

@@ -24,8 +24,8 @@ from edgepipe.wire.v1 import node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 MOST_ANSWER_BYTES = 16 << 20
-_ANSWER_S = 60.0  # of one answer: 20 s for news, then at most 16 MiB
-_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # after a failure, doubled each time
+_ANSWER_S = 60.0  # deadline of one answer: 20 s for news, then at most 16 MiB
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # pause after a failure, doubled each time
 
 
 class CopyPuller:

@@ -38,7 +38,7 @@ from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import ClusterView, NodeState
 
 logger = logging.getLogger(__name__)
-COPIES = "copies"  # to whose share of the disk all copies count; no key's fingerprint and no address
+COPIES = "copies"  # owner of the disk share that all copies count to; no key's fingerprint and no address
 _ROUND_S = 0.5  # least time between two rounds: lines are recorded many times a second
 LISTEN_S = 8.0  # a node is dead after 6 s of silence at most: then this gateway misses only lost owners
 KEEPER_S = 20.0  # how long a batch of an earlier gateway waits for the machine with its copy
@@ -80,14 +80,14 @@ class BatchCopies:
         self._hand_over = hand_over
         self._keeper_chosen = keeper_chosen
         self._counted = 0  # bytes of all copies, as counted to the disk's quota
-        self._owned: dict[str, Batch] = {}  # that want a copy
+        self._owned: dict[str, Batch] = {}  # batches that want a copy
         self._view = ClusterView()
         self._since_s: float | None = None  # time of the first view, on the event loop's clock
         self._changed = asyncio.Event()
         self._pulling: dict[str, tuple[Pull, asyncio.Task[None]]] = {}
         self._taken: set[str] = set()  # batches that are being taken over: nothing is pulled
         self._reported: BatchReport | None = None
-        self._records: dict[str, tuple[Batch, bytes, int]] = {}  # of each owned batch: its record, its input's size
+        self._records: dict[str, tuple[Batch, bytes, int]] = {}  # for each owned batch: its record, its input's size
 
     def update(self, view: ClusterView) -> None:
         """Take the newest view of the cluster."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from edgepipe.errors import ConfigInvalid
 from edgepipe.gateway.batches.records import Batch, StoredFile
 
-_VERSION = 1  # of the tables
+_VERSION = 1  # version of the tables
 _TABLES = """
 CREATE TABLE files (
   place INTEGER PRIMARY KEY AUTOINCREMENT,  -- in order of creation

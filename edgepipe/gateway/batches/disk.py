@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,13 +33,3 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names survive a power cut, where the file system can sync folders."""
-    with suppress(OSError):
-        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)

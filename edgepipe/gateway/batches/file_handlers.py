@@ -27,7 +27,7 @@ from edgepipe.gateway.streams import StreamTimeouts, send_part, send_to_client
 from edgepipe.safe_text import one_line
 
 MAX_FILE_BYTES = 4 << 30
-_MAX_FIELD_BYTES = 1 << 10  # of a field without a file
+_MAX_FIELD_BYTES = 1 << 10  # bound on a field without a file
 _WRITE_BYTES = 1 << 20  # written at once
 _BUFFER_BYTES = 2 * _WRITE_BYTES  # memory of one upload
 _READ_BYTES = 256 << 10

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from edgepipe.gateway.batches.lines import MAX_ID_CHARS
-from edgepipe.gateway.schema import ChatBody, CompletionBody, StrictBody, Text
+from edgepipe.gateway.schema import ChatBody, CompletionBody, Text
+from edgepipe.gateway.strict_body import StrictBody
 
 _CustomId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 

@@ -17,7 +17,7 @@ from edgepipe.gateway.batches.lines import (
 )
 from edgepipe.gateway.batches.records import Batch, TokenUsage
 from edgepipe.gateway.completion_service import PreparedCompletion
-from edgepipe.gateway.json_pieces import Piece, compact, encoded
+from edgepipe.gateway.json_pieces import JsonPiece, compact, encoded
 from edgepipe.gateway.problems import HttpProblem, from_error
 from edgepipe.gateway.protocols.answering import Answering, gather
 from edgepipe.gateway.protocols.openai.handlers import OpenAIHandlers
@@ -109,7 +109,7 @@ class LineRunner:
         )
         return Outcome(number=line.number, entry=entry, succeeded=False)
 
-    async def _written(self, pieces: Iterator[Piece]) -> bytes:
+    async def _written(self, pieces: Iterator[JsonPiece]) -> bytes:
         """Join the pieces of an answer, with a turn of the event loop in between."""
         parts: list[bytes] = []
         for piece in pieces:

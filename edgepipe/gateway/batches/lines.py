@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, cast
 
 from edgepipe.gateway.batches.records import TokenUsage
 
-MAX_LINE_BYTES = 8 << 20  # as a request's body by itself
+MAX_LINE_BYTES = 8 << 20  # the same bound as a request's body by itself
 MAX_ID_CHARS = 512
-_SKIPPED_BYTES = 1 << 20  # of the rest of a line that is too long, read at once
+_SKIPPED_BYTES = 1 << 20  # bytes read at once of the rest of a line that is too long
 _BOM = b"\xef\xbb\xbf"
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
 
@@ -22,7 +22,7 @@ class RawLine:
     """One line of the input that is not empty."""
 
     number: int  # counted from 1, empty lines included
-    data: bytes | None  # without the line break; None: longer than MAX_LINE_BYTES
+    data: bytes | None  # bytes without the line break; None: longer than MAX_LINE_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class Place:
     """Place in an input file, before a line."""
 
     offset: int = 0  # bytes
-    number: int = 1  # of the line that begins there
+    number: int = 1  # number of the line that begins there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_LINES = 1_000_000  # requests of one batch
-_MOST_KEEPERS = 8  # that are remembered
+_MOST_KEEPERS = 8  # bound on the keepers that are remembered
 MAX_WINDOW_S = 30 * 24 * 3600
 _MIN_WINDOW_S = 60
 _UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
@@ -68,11 +68,11 @@ class BatchError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedInput:
     """Result of reading a batch's whole input once."""
 
-    num_lines: int = 0  # without empty ones
-    model: str = ""  # of the first good line; empty if it names none
+    num_lines: int = 0  # count without empty lines
+    model: str = ""  # model of the first good line; empty: that line names none
     errors: tuple[BatchError, ...] = ()  # reasons to refuse the whole batch
 
 
@@ -81,9 +81,9 @@ class TokenUsage:
     """Tokens of finished lines."""
 
     prompt: int = 0
-    cached: int = 0  # of the prompt tokens
+    cached: int = 0  # part of the prompt tokens
     completion: int = 0
-    reasoning: int = 0  # of the completion tokens
+    reasoning: int = 0  # part of the completion tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         """Return the sums."""
@@ -122,7 +122,7 @@ class Batch:
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     status: Status = "validating"
     ends_as: Literal["completed", "expired"] = "completed"  # final status after ``finalizing``
-    model: str = ""  # of all lines; empty: the only served model
+    model: str = ""  # model of all lines; empty: the only served model
     num_lines: int = 0
     completed: int = 0
     failed: int = 0
@@ -152,7 +152,7 @@ class Batch:
         """Whether every line has its result."""
         return self.completed + self.failed >= self.num_lines
 
-    def checked(self, result: Checked, *, now_s: int) -> Batch:
+    def checked(self, result: CheckedInput, *, now_s: int) -> Batch:
         """Begin to work, or fail, after the check of the input. A batch that was cancelled meanwhile stays so."""
         self._require("validating", "cancelling")
         if self.status == "cancelling":

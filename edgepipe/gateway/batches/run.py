@@ -17,7 +17,7 @@ from edgepipe.gateway.batches.checking import check_input, question_for, result_
 from edgepipe.gateway.batches.line_runner import LineRefused, LineRunner
 from edgepipe.gateway.batches.lines import Outcome, Place, RawLine
 from edgepipe.gateway.batches.open_store import OpenStore
-from edgepipe.gateway.batches.records import Batch, BatchError, Checked
+from edgepipe.gateway.batches.records import Batch, BatchError, CheckedInput
 from edgepipe.gateway.batches.store import Store
 from edgepipe.gateway.batches.window import Window, ends_line, is_fault
 from edgepipe.gateway.loading import ModelLoads
@@ -27,8 +27,8 @@ from edgepipe.units import format_bytes
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 900.0  # a million lines take some 20 s
-_LARGE_BYTES = 128 << 10  # of an input: a child process reads it
-_MOST_REPORT_BYTES = 64 << 10  # of the check of an input
+_LARGE_BYTES = 128 << 10  # inputs of this size and more are read by a child process
+_MOST_REPORT_BYTES = 64 << 10  # bound on what the check of an input reports
 _MAX_CHECKS = 3  # attempts
 _LOOK_S = 1.0  # interval of checks for time and room
 _STORE_PAUSE_S = 5.0  # pause after a failed write
@@ -66,7 +66,7 @@ class BatchRun:
         self._place = Place()
         self._at_end = False  # no line is left to read
         self._lines: deque[RawLine] = deque()  # read, not under way
-        self._under_way: dict[int, tuple[RawLine, asyncio.Task[None]]] = {}  # by line number
+        self._under_way: dict[int, tuple[RawLine, asyncio.Task[None]]] = {}  # keys are line numbers
         self._unwritten: list[Outcome] = []  # results that are not durable; at most a window of them
         self._attempts = Counter[int]()  # failed attempts by line number
         self._no_start_until_s = 0.0  # time of the event loop
@@ -125,10 +125,10 @@ class BatchRun:
             error = BatchError(
                 code="file_unreadable", message="the input could not be read: this machine is overloaded"
             )
-            result = Checked(errors=(error,))
+            result = CheckedInput(errors=(error,))
         self.batch = await self._tools.store.do(lambda store: store.checked(batch, result, now_s=now_s))
 
-    async def _checked(self, path: Path, *, is_large: bool) -> Checked:
+    async def _checked(self, path: Path, *, is_large: bool) -> CheckedInput:
         """Read the input: a small one in a thread, which holds the interpreter's lock for some milliseconds."""
         endpoint, owner = self.batch.endpoint, self.batch.owner
         if not is_large:
@@ -138,7 +138,7 @@ class BatchRun:
         await self._tools.checker.end()  # its memory is free while the lines run
         return result_of(answer)
 
-    def _with_known_model(self, result: Checked) -> Checked:
+    def _with_known_model(self, result: CheckedInput) -> CheckedInput:
         """Refuse a batch whose model no node serves or has on its disk."""
         loads = self._tools.loads
         if result.errors or (result.model and loads.can_load(loads.meant(result.model))):
@@ -146,7 +146,7 @@ class BatchRun:
         try:
             self._tools.models.get(result.model or None)
         except ModelUnknown as exc:
-            return Checked(errors=(BatchError(code=exc.code, message=str(exc)),))
+            return CheckedInput(errors=(BatchError(code=exc.code, message=str(exc)),))
         except EdgepipeError:
             return result  # it comes
         return result
@@ -155,7 +155,7 @@ class BatchRun:
         """Run lines until all are done, the time is over or the batch is cancelled."""
         self._place, self._at_end = Place(), False
         self._lines.clear()
-        self._unwritten.clear()  # of an earlier attempt that failed: these lines are read again
+        self._unwritten.clear()  # an earlier attempt failed: its lines are read again
         failure: EdgepipeError | None = None
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch_models(), name="batch-models")

@@ -61,7 +61,7 @@ class BatchService:
         self._lines, self._models, self._loads = lines, models, loads
         self._checker = WarmChild(MODULE, start_s=_START_S)
         self._clock, self._ids = clock, ids
-        self._unfinished: dict[str, Batch] = {}  # by id, oldest first, as created
+        self._unfinished: dict[str, Batch] = {}  # keys are ids, oldest first
         self._runs: dict[str, BatchRun] = {}
         self._changed = asyncio.Event()
         self._models_known = asyncio.Event()

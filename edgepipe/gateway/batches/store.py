@@ -26,12 +26,13 @@ from pathlib import Path
 
 from edgepipe.cluster.private_files import make_private_folder
 from edgepipe.errors import DiskFull
+from edgepipe.files.durable import sync_names
 from edgepipe.gateway.batches.copies import Copy, record_of
 from edgepipe.gateway.batches.copy_folder import CopyFolder
 from edgepipe.gateway.batches.database import Database
-from edgepipe.gateway.batches.disk import lock_file, open_private, sync_folder, write_all
+from edgepipe.gateway.batches.disk import lock_file, open_private, write_all
 from edgepipe.gateway.batches.lines import Outcome, Place, RawLine, read_lines
-from edgepipe.gateway.batches.records import Batch, Checked, StoredFile, TokenUsage
+from edgepipe.gateway.batches.records import Batch, CheckedInput, StoredFile, TokenUsage
 from edgepipe.gateway.batches.take_over import TakeOver
 from edgepipe.units import format_bytes
 
@@ -80,7 +81,7 @@ class Upload:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._path, path)
-        sync_folder(path.parent)
+        sync_names(path.parent)
 
     def abandon(self) -> None:
         """Remove what has arrived. No effect on a completed upload."""
@@ -297,7 +298,7 @@ class Store:
                     )
                 )
 
-    def checked(self, batch: Batch, result: Checked, *, now_s: int) -> Batch:
+    def checked(self, batch: Batch, result: CheckedInput, *, now_s: int) -> Batch:
         """Take the result of the check of a batch's input: it begins, or it has failed."""
 
         def change(now: Batch) -> Batch:
@@ -327,7 +328,7 @@ class Store:
                         file.truncate(at)
                     raise
             if is_new:
-                sync_folder(self._files)
+                sync_names(self._files)
         except OSError as exc:
             raise _translated(exc, self._files) from exc
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.files.durable import sync_names
 from edgepipe.gateway.batches.copies import Copy, resumed
 from edgepipe.gateway.batches.copy_folder import CopyFolder, Reading
 from edgepipe.gateway.batches.database import Database
-from edgepipe.gateway.batches.disk import sync_folder
 from edgepipe.gateway.batches.records import Batch, StoredFile
 
 
@@ -33,7 +33,7 @@ class TakeOver:
         copy, batch_id = self._copy, self._copy.batch.batch_id
         self._check_names(self._known)
         reading = Reading(self._copies, copy)
-        self._db.forget_batch(batch_id)  # of a time when this node owned it, before another one took it over
+        self._db.forget_batch(batch_id)  # this node may have owned it before another one took it over
         for file_id in (copy.batch.output_file, copy.batch.error_file):
             self._db.remove_file(file_id)
         self._db.add_batch(copy.batch)
@@ -78,4 +78,4 @@ class TakeOver:
                 (self._files / file_id).unlink(missing_ok=True)
                 if source.exists():
                     os.link(source, self._files / file_id)
-        sync_folder(self._files)
+        sync_names(self._files)

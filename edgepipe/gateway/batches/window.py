@@ -13,9 +13,9 @@ from edgepipe.errors import (
     StageLost,
 )
 
-MOST_LINES = 224  # as many choices as run for one user, and some that wait: the engine's steps stay full
-MOST_BYTES = 4 << 20  # of the input lines under way: their token ids take some ten times that
-_MAX_ATTEMPTS = 3  # of a line that fails on its own
+MOST_LINES = 224  # one user's running choices and some that wait: the engine's steps stay full
+MOST_BYTES = 4 << 20  # bound on the input lines under way: their token ids take some ten times that
+_MAX_ATTEMPTS = 3  # attempts at a line that fails on its own
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 30.0
 
 
@@ -26,7 +26,7 @@ class Window:
         self._base_lines = self._most_lines = most_lines
         self._most_bytes = most_bytes
         self._limit = most_lines
-        self._failures = 0  # since the last answer
+        self._failures = 0  # count since the last answer
 
     @property
     def limit(self) -> int:

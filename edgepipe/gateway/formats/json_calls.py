@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from edgepipe.gateway.formats.chat_format import Functions
+from edgepipe.gateway.formats.content import AnswerContent
 from edgepipe.gateway.tool_call_json import CallArguments, CallNews, CallObject, NotACall
 from edgepipe.gateway.tool_calls import Call, Scanned
 from edgepipe.sampling.grammar import json_rule
@@ -47,11 +48,10 @@ class JsonReader:
         self._between = re.compile(rf"[\s{re.escape(separators)}]+")
         self._state: Callable[[str, int], int] = self._start if at_start else self._text
         self._pending = ""  # text that may be an incomplete marker
-        self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
         self._marks: list[str] = []  # markers since the content ended; content if no call follows
         self._object: CallObject | CallArguments | None = None
         self._begun = 0  # calls of the group so far
-        self._content: list[str] = []
+        self._content = AnswerContent()
 
     def push(self, text: str) -> Scanned:
         """Take the next piece."""
@@ -59,7 +59,7 @@ class JsonReader:
         at = 0
         while at < len(text):
             at = self._state(text, at)
-        return self._scanned()
+        return Scanned(self._content.take(), self.calls.take())
 
     @property
     def in_call(self) -> bool:
@@ -71,11 +71,10 @@ class JsonReader:
         """See TextReader."""
         dropped = self.in_call or (followed_by is not None and self._may_open(followed_by))
         if not dropped and self._state in (self._start, self._text):
-            self._show("".join([*self._marks, self._pending]))
-        if not dropped and not self.calls.count:
-            self._content += self._spaces
-        self._marks, self._spaces, self._pending, self._object = [], [], "", None
-        return self._scanned()
+            self._content.add("".join([*self._marks, self._pending]))
+        self._content.end(keep_spaces=not dropped and not self.calls.count)
+        self._marks, self._pending, self._object = [], "", None
+        return Scanned(self._content.take(), self.calls.take())
 
     def _may_open(self, more: str) -> bool:
         """Return whether the held text and then ``more`` begin a marker."""
@@ -83,22 +82,9 @@ class JsonReader:
         held = self._state == self._text and self._pending != ""
         return held and any(mark.startswith(text) or text.startswith(mark) for mark in self._outside)
 
-    def _scanned(self) -> Scanned:
-        content, self._content = "".join(self._content), []
-        return Scanned(content, self.calls.take())
-
-    def _show(self, text: str) -> None:
-        """Add content; hold back spaces at its end."""
-        shown = text.rstrip()
-        if shown:
-            self._content += [*self._spaces, shown]
-            self._spaces = []
-        if len(shown) < len(text):
-            self._spaces.append(text[len(shown) :])
-
     def _give_back(self, more: str = "") -> None:
         """Treat text that looked like a call as content."""
-        self._show("".join([*self._marks, more]))
+        self._content.add("".join([*self._marks, more]))
         self._marks, self._object = [], None
         self._state = self._text
 
@@ -116,13 +102,13 @@ class JsonReader:
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening."""
         if found := self._mark.search(text, at):
-            self._show(text[at : found.start()])
+            self._content.add(text[at : found.start()])
             if found.group() == self._opening:
                 self._marks, self._begun = [self._opening], 0
                 self._state = self._group
             return found.end()
         keep = max(overlap(text, at, mark) for mark in self._outside)
-        self._show(text[at : len(text) - keep])
+        self._content.add(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
 
@@ -147,7 +133,8 @@ class JsonReader:
         return at
 
     def _leave_group(self, at: int) -> int:
-        self._marks, self._spaces = [], []
+        self._content.drop_spaces()
+        self._marks = []
         self._state = self._text
         return at
 
@@ -161,7 +148,8 @@ class JsonReader:
             self._give_back(self._object.raw)
             return no_call.at
         if ended:
-            self._object, self._marks, self._spaces = None, [], []
+            self._content.drop_spaces()
+            self._object, self._marks = None, []
             self._begun += 1
             self._state = self._group
         return at

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from edgepipe.gateway.formats.chat_format import Functions
+from edgepipe.gateway.formats.content import AnswerContent
 from edgepipe.gateway.formats.json_calls import overlap
 from edgepipe.gateway.formats.tagged import begins
 from edgepipe.gateway.tool_call_json import CallNews
@@ -92,8 +93,7 @@ class NamedReader:
         self._arguments = arguments(calls)
         self._state: Callable[[str, int], int] = self._text
         self._pending = ""  # text that may be an incomplete mark
-        self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
-        self._content: list[str] = []
+        self._content = AnswerContent()
 
     @property
     def in_call(self) -> bool:
@@ -106,7 +106,7 @@ class NamedReader:
         at = 0
         while at < len(text):
             at = self._state(text, at)
-        return self._scanned()
+        return Scanned(self._content.take(), self._calls.take())
 
     def finish(self, *, followed_by: str | None = None) -> Scanned:
         """See TextReader."""
@@ -118,35 +118,21 @@ class NamedReader:
             held = ""
         if self._state == self._ended and (self._begun or begins(held, 0, self._after)):
             held = ""
-        self._show(held)
-        if not self._calls.count:
-            self._content += self._spaces
-        self._spaces, self._pending = [], ""
-        return self._scanned()
-
-    def _scanned(self) -> Scanned:
-        content, self._content = "".join(self._content), []
-        return Scanned(content, self._calls.take())
-
-    def _show(self, text: str) -> None:
-        """Add content; hold back spaces at its end."""
-        shown = text.rstrip()
-        if shown:
-            self._content += [*self._spaces, shown]
-            self._spaces = []
-        if len(shown) < len(text):
-            self._spaces.append(text[len(shown) :])
+        self._content.add(held)
+        self._content.end(keep_spaces=not self._calls.count)
+        self._pending = ""
+        return Scanned(self._content.take(), self._calls.take())
 
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening."""
         found = min((place for mark in self._openings if (place := text.find(mark, at)) >= 0), default=-1)
         if found >= 0:
-            self._show(text[at:found])
+            self._content.add(text[at:found])
             self._state = self._head
             self._opened = self._opening if text.startswith(self._opening, found) else ""
             return found + len(self._opened)
         keep = max(overlap(text, at, mark) for mark in self._openings)
-        self._show(text[at : len(text) - keep])
+        self._content.add(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
 
@@ -160,12 +146,12 @@ class NamedReader:
             return len(text)
         # A group without an opening shows its first character, so that reading goes on.
         shown = self._opened or text[at]
-        self._show(shown)
+        self._content.add(shown)
         self._state = self._text
         return at if self._opened else at + len(shown)
 
     def _begin(self, found: re.Match[str]) -> int:
-        self._spaces = []
+        self._content.drop_spaces()
         self._calls.begin(found[1])
         self._arguments = self._new_arguments(self._calls)
         self._state = self._in_arguments

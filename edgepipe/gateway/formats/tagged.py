@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
+from edgepipe.gateway.formats.content import AnswerContent
 from edgepipe.gateway.formats.json_calls import any_call, free_start, lazy_opening, overlap
 from edgepipe.gateway.formats.typed_values import Schema, argument_schema, kinds, typed_json
 from edgepipe.gateway.tool_call_json import CallNews
@@ -78,9 +79,8 @@ class TaggedReader:
         self._functions = functions
         self._state: Callable[[str, int], int] = self._text
         self._pending = ""  # text that may be an incomplete tag
-        self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
         self._marks: list[str] = []  # tags since the content ended; content if no call follows
-        self._content: list[str] = []
+        self._content = AnswerContent()
         self._schema: Schema = {}  # the current function's parameters
         self._argument = _Argument(calls, _STRING, before="")
         self._ending = ""  # text that ends the argument; chosen at the argument's beginning
@@ -101,7 +101,7 @@ class TaggedReader:
         at = 0
         while at < len(text):
             at = self._state(text, at)
-        return self._scanned()
+        return Scanned(self._content.take(), self._calls.take())
 
     def finish(self, *, followed_by: str | None = None) -> Scanned:
         """See TextReader."""
@@ -112,38 +112,24 @@ class TaggedReader:
             held = ""
         if self._state == self._between and begins(held, 0, self._after_call):
             held = ""
-        self._show(held)
-        if not self._calls.count:
-            self._content += self._spaces
-        self._marks, self._spaces, self._pending = [], [], ""
-        return self._scanned()
+        self._content.add(held)
+        self._content.end(keep_spaces=not self._calls.count)
+        self._marks, self._pending = [], ""
+        return Scanned(self._content.take(), self._calls.take())
 
     def _may_open(self, text: str) -> bool:
         return begins(text, 0, self._starts)
 
-    def _scanned(self) -> Scanned:
-        content, self._content = "".join(self._content), []
-        return Scanned(content, self._calls.take())
-
-    def _show(self, text: str) -> None:
-        """Add content; hold back spaces at its end."""
-        shown = text.rstrip()
-        if shown:
-            self._content += [*self._spaces, shown]
-            self._spaces = []
-        if len(shown) < len(text):
-            self._spaces.append(text[len(shown) :])
-
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening, or until a call that lacks it."""
         if found := self._start.search(text, at):
-            self._show(text[at : found.start()])
+            self._content.add(text[at : found.start()])
             self._state = self._head
             opened = found.group() == self._tags.opening
             self._marks = [self._tags.opening] if opened else []
             return found.end() if opened else found.start()
         keep = max(overlap(text, at, start) for start in self._starts)
-        self._show(text[at : len(text) - keep])
+        self._content.add(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
 
@@ -157,13 +143,14 @@ class TaggedReader:
             return len(text)
         # A call that lacks the opening shows its first character, so that reading goes on.
         shown = "".join(self._marks) or text[at]
-        self._show(shown)
+        self._content.add(shown)
         end = at if self._marks else at + len(shown)
         self._marks, self._state = [], self._text
         return end
 
     def _begin(self, name: str) -> None:
-        self._marks, self._spaces = [], []
+        self._content.drop_spaces()
+        self._marks = []
         self._schema, self._num_arguments = self._functions[name], 0
         self._calls.begin(name)
         self._state = self._call

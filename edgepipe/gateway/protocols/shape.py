@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from edgepipe.gateway.json_pieces import Piece
+from edgepipe.gateway.json_pieces import JsonPiece
 from edgepipe.gateway.logprobs import Scored
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.text import Delta
@@ -22,7 +22,7 @@ class Shape(Protocol):
 
     media_type: str  # a stream's media type
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """Yield the body of an unstreamed answer."""
         ...
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from edgepipe.gateway.schema import StrictBody, Text
+from edgepipe.gateway.schema import Text
+from edgepipe.gateway.strict_body import StrictBody
 
 MOST_CONTEXT = 1 << 24  # tokens
 MOST_CHATS = 1 << 12

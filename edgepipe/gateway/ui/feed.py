@@ -19,9 +19,9 @@ from edgepipe.wire.serving import MeasuredLinks
 from edgepipe.wire.tasks import TaskState
 
 _SAMPLE_S = 1.0
-_AGAIN_S = 2.0  # between two attempts to follow the node's tasks
+_AGAIN_S = 2.0  # pause between two attempts to follow the node's tasks
 _MOST_ENDED = 20  # tasks that have ended
-_MOST_LINKS = 1024  # of 32 machines
+_MOST_LINKS = 1024  # links of 32 machines
 
 
 class PageFeed:

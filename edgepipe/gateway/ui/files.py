@@ -19,7 +19,7 @@ from edgepipe.gateway.ui.paths import FILES
 
 FOLDER = Path(edgepipe.__file__).parent / "page"
 INDEX = "index.html"
-_MODULES = b"<!-- modules -->"  # in the index: replaced by links to all modules
+_MODULES = b"<!-- modules -->"  # links to all modules replace this line of the index
 _IMPORT = re.compile(r'^(?:im|ex)port .* from "(\.[^"]+)";$', re.MULTILINE)
 _TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -18,7 +18,7 @@ from edgepipe.gateway.key_tries import KeyTries
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.request_ring import RequestRing
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.schema import BodyT, validate
+from edgepipe.gateway.strict_body import BodyT, validate
 from edgepipe.gateway.ui.bodies import EmptyBody, IdBody, ModelBody, PeerBody, RemovePeerBody, TaskBody, TicketBody
 from edgepipe.gateway.ui.feed import PageFeed, task_json
 from edgepipe.gateway.ui.paths import SESSION

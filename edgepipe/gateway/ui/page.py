@@ -34,7 +34,7 @@ from edgepipe.gateway.ui.steps import follow_steps
 from edgepipe.gateway.ui.topic import Topic, event
 from edgepipe.security.mutual_tls import Security
 
-MOST_STREAMS = 16  # of a gateway; a stream costs some milliseconds of each second
+MOST_STREAMS = 16  # streams of a gateway; a stream costs some milliseconds of each second
 MOST_STREAMS_OF_A_CLIENT = 4  # browsers allow six connections to a host
 
 
@@ -61,7 +61,7 @@ class Page:
         self._files = PageFiles()
         self._turns = turns
         self._timeouts = timeouts
-        self._streams: Counter[str] = Counter()  # by client
+        self._streams: Counter[str] = Counter()  # open streams of each client
 
     def routes(self, *, text: Handler) -> Sequence[BaseRoute]:
         """Return the routes of the page. ``text``: what clients other than browsers get at ``/``."""

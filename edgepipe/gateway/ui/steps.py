@@ -15,14 +15,14 @@ from edgepipe.wire.engines import EngineTrace, StepTrace
 from edgepipe.wire.step_clocks import clock_offsets_s
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
-MOST_STEPS = 60  # of an event: the newest; four events a second stay below 40 KB/s
+MOST_STEPS = 60  # newest steps in an event; four events a second stay below 40 KB/s
 _EVERY_S = 0.25
-_AGAIN_S = 1.0  # after an error
+_AGAIN_S = 1.0  # pause after an error
 _TRACE_S = 2.0
 _UNTIMED_STEPS = 64  # steps that may lack a stage's report while newer ones have all
 
 
-class StepNews:
+class NewSteps:
     """Which steps of a trace are new, on the engine's clock (PURE)."""
 
     def __init__(self, num_stages: int) -> None:
@@ -76,7 +76,7 @@ async def follow_steps(
     while True:
         if (model := served()) is not None and model.ring is not None:
             try:
-                await _follow(model, StepNews(len(model.ring.stages)), served, security, tell)
+                await _follow(model, NewSteps(len(model.ring.stages)), served, security, tell)
             except EdgepipeError:
                 pass  # the engine recovers, or another takes its place
         await asyncio.sleep(_AGAIN_S)
@@ -84,7 +84,7 @@ async def follow_steps(
 
 async def _follow(
     model: RoutedModel,
-    news: StepNews,
+    news: NewSteps,
     served: Callable[[], RoutedModel | None],
     security: Security,
     tell: Callable[[dict[str, Any]], None],

@@ -71,7 +71,7 @@ def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[Co
         patch.setattr(mx.fast, "scaled_dot_product_attention", stands(mx.cummax))
         made = CountedBackend(options)
         patch.setattr(backend, "configure", lambda _device: mx.set_default_device(mx.Device(mx.cpu)))
-        mx.enable_compile()  # of no CPU code: nothing is evaluated
+        mx.enable_compile()  # compiles no CPU code: nothing is evaluated
         try:
             yield made
         finally:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_MULTIPROCESSORS = 128  # of an RTX 4090
+_MULTIPROCESSORS = 128  # an RTX 4090 has so many
 _FUSED = {F.rms_norm: "rms_norm"}  # one kernel on CUDA from torch 2.9 on, several operations on a CPU
 
 

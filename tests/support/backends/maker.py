@@ -26,7 +26,7 @@ NUM_BLOCKS = 12
 class Maker:
     """Makes loaded backends of one kind and says how alike two of its results must be. Equal: of the same kind."""
 
-    name: str  # of the entry point
+    name: str  # name of the entry point
     device: str
     dtype: str = "float32"
     block_size: int = 16  # tokens

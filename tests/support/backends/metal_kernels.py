@@ -23,10 +23,10 @@ from tests.support.backends.host_kernels import COMPILER, drop_old
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
 _KEPT = Path("~/.cache/edgepipe-test-kernels/metal").expanduser()
 _CONSTANT = 8  # MLX gives smaller inputs in the constant address space
-_MOST_THREADS = 1024  # of a threadgroup
+_MOST_THREADS = 1024  # threads of a threadgroup
 _GUARD = 1 << 16  # bytes around each array; floats of them are no numbers
 _FILL = 0xFF
-_THREADGROUP_BYTES = 32 * 1024  # of arrays; a chip has no more
+_THREADGROUP_BYTES = 32 * 1024  # arrays of a threadgroup; a chip has no more
 _TYPES = {
     mx.uint8: "uint8_t",
     mx.int8: "int8_t",

@@ -19,7 +19,7 @@ class RoomyBackend:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._num_blocks: tuple[int, ...] = ()  # of each memory class, as the test knows them
+        self._num_blocks: tuple[int, ...] = ()  # blocks of each memory class, as the test knows them
         self._block_size = 1
 
     def __getattr__(self, name: str) -> Any:

@@ -182,11 +182,11 @@ class Crowd:
         self._twins = twins
         self._random = random.Random(seed)
         self._free = list(range(twins.num_blocks))
-        self._uses: Counter[int] = Counter()  # of each block, by sequences
+        self._uses: Counter[int] = Counter()  # sequences that use each block
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._free_slots = list(range(twins.state_slots))
-        self._slots: dict[int, int] = {}  # of each sequence's state
+        self._slots: dict[int, int] = {}  # slot of each sequence's state
         self._next = 1
 
     def arrive(self, prompts: Sequence[int]) -> None:

@@ -39,28 +39,18 @@ from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import (
-    DiskCopied,
-    DiskCopies,
-    HeldPlaces,
-    HostRoom,
-    LinkSample,
-    PipelineSpec,
-    PlacesBack,
-    Registration,
-    StageTimings,
-    StepPlan,
-    commands_from_wire,
-    done_from_wire,
-    plan_from_wire,
-)
+from edgepipe.wire.pipelines import PipelineSpec
+from edgepipe.wire.plans import StepPlan, commands_from_wire, plan_from_wire
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import LinkSample, StageTimings, done_from_wire
 from edgepipe.wire.requests import Submission, reports_from_wire
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, PlacesBack
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
 
 CONFIG = emulated_model_config(num_layers=2)
 EPOCH = Epoch(3, EngineId("engine"))
 GREEDY = SamplingParams(temperature=0.0)
-MOST_CALLS = 200_000  # of Python functions for one message; a large valid one takes some thousands
+MOST_CALLS = 200_000  # bound on calls of Python functions for one message; a large valid one takes some thousands
 _LOG = 5  # output tokens of the attacker's request
 _PROMPT = (1, 2, 3)
 

@@ -31,7 +31,7 @@ RESEND_S = 0.3  # a lost packet is sent again after this, then after twice as lo
 CONNECT_S = 1.0  # a lost first packet of a connection is sent again after this
 WARM_UP_S = 5.0
 ROUGH_WARM_UP_S = 30.0  # what a lossy link needs to be known
-_ROUNDS = 90  # of virtual eighths of a second behind the warm-up
+_ROUNDS = 90  # virtual eighths of a second behind the warm-up
 
 
 @dataclass(slots=True)

@@ -53,7 +53,9 @@ from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement
 from edgepipe.wire.nodes import NodeState
-from edgepipe.wire.plans import OpenRing, PipelineSpec, Registrations, StepPlan, commands_from_wire, spec_from_wire
+from edgepipe.wire.pipelines import OpenRing, PipelineSpec, spec_from_wire
+from edgepipe.wire.plans import StepPlan, commands_from_wire
+from edgepipe.wire.registrations import Registrations
 from edgepipe.wire.serving import ProfileLinksReply, ServeRecord, StartEngineRequest
 from edgepipe.wire.trust import TrustSet
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2, trust_pb2
@@ -87,7 +89,7 @@ class Feeder:
     """Takes messages of one method."""
 
     feed: Feed
-    samples: Sequence[Message]  # that it accepts
+    samples: Sequence[Message]  # messages that the receiver accepts
 
 
 async def stream_of(*messages: Any) -> AsyncIterator[Any]:

@@ -50,7 +50,7 @@ class ManagedNode(FakeNode):
         self.tickets = PageTickets(now_s=lambda: self.now_s, new_token=lambda: f"ticket-{next(tokens)}")
         self.asked: list[str] = []
         self.book = TaskBook()
-        self.results: dict[str, bytes] = {}  # of tasks by kind: they end at once
+        self.results: dict[str, bytes] = {}  # results of tasks by kind: they end at once
         self.links = pb.MeasuredLinks()  # as last measured
         self.changed = threading.Condition()
         self.ended = threading.Event()
@@ -92,14 +92,14 @@ class ManagedNode(FakeNode):
         return to_wire(self.book.get(request.task_id), pb.TaskState)
 
     def WatchTasks(self, request: Any, context: Any) -> Iterator[pb.TaskList]:
-        told = None
+        known = None
         while context.is_active() and not self.ended.is_set():
             with self.changed:
                 tasks = self.book.list()
-                if tasks == told:
+                if tasks == known:
                     self.changed.wait(0.05)
                     continue
-            told = tasks
+            known = tasks
             yield to_wire(TaskList(tasks=tasks), pb.TaskList)
 
     def RemovePeer(self, request: Any, context: Any) -> trust_pb2.RemovePeerReply:

@@ -242,7 +242,7 @@ class EngineLab:
     """A running engine with its nodes and stages."""
 
     engine: Engine
-    task: asyncio.Task[None]  # that starts and runs it
+    task: asyncio.Task[None]  # the task that starts and runs it
     start_engine: Callable[..., Awaitable[None]]  # another one over the same stages; takes changes of the spec
 
     def __init__(self, nodes: list[FakeNode], stages: LocalStages, address: str) -> None:

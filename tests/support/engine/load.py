@@ -39,14 +39,14 @@ class Load:
     config: ModelConfig = CONFIG
     opening_tokens: int = 160  # longest common beginning of prompts
     num_openings: int = 12  # with fewer, more prompts are cached
-    num_tokens: int = 0  # of prompts and answers that ended
-    preemptions: int = 0  # in epochs that a lost stage ended
+    num_tokens: int = 0  # tokens of prompts and answers that ended
+    preemptions: int = 0  # preemptions in epochs that a lost stage ended
     restored_tokens: int = 0  # from host memory
     fetched_tokens: int = 0  # from disk
     cached_tokens: int = 0
     num_requests: int = 0
     num_cancelled: int = 0
-    drafts: DraftState | None = None  # of the last epoch
+    drafts: DraftState | None = None  # drafts of the last epoch
     openings: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

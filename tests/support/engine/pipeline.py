@@ -33,20 +33,11 @@ from edgepipe.stage.stage_epoch import MakeLink
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
-from edgepipe.wire.plans import (
-    HeldPlaces,
-    HomeTokens,
-    LinkSample,
-    PipelineSpec,
-    Registration,
-    StageTimings,
-    StepDone,
-    StepPlan,
-    StepTiming,
-    done_from_wire,
-    registrations_to_wire,
-    spec_to_wire,
-)
+from edgepipe.wire.pipelines import PipelineSpec, spec_to_wire
+from edgepipe.wire.plans import StepPlan
+from edgepipe.wire.registrations import Registration, registrations_to_wire
+from edgepipe.wire.reports import HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_from_wire
+from edgepipe.wire.tiers import HeldPlaces
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 from tests.support.engine.wire_plans import plan_to_wire

@@ -17,7 +17,9 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.sampling import SamplingParams
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.system import SystemClock
-from edgepipe.wire.plans import PlanRow, Registration, StepDone, StepPlan
+from edgepipe.wire.plans import PlanRow, StepPlan
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import StepDone
 from tests.support.engine.pipeline import BLOCK_SIZE, Driver, LocalStages, local_stages
 
 NUM_LAYERS = 8

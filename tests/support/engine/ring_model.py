@@ -10,7 +10,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.testing.clock import START_S
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.reports import LinkSample, StepTiming
 
 ROW_BYTES = 10_240
 PIECE_BYTES = 512 << 10
@@ -24,7 +24,7 @@ class RingModel:
     sizes: MicroBatches
     row_ms: float = 0.05
     step_ms: Callable[[int], float] | None = None  # on each stage, by tokens; instead of the two
-    expert_share: Callable[[int], float] | None = None  # that a step reads, by tokens
+    expert_share: Callable[[int], float] | None = None  # share that a step reads, by tokens
     bytes_per_ms: float = 125_000.0
     one_way_ms: float = 0.0
     return_ms: float = 0.0
@@ -36,7 +36,7 @@ class RingModel:
     _ready: int = 0
     _device_free: list[float] = field(default_factory=list)
     _link_free: list[float] = field(default_factory=list)
-    _uploads_ms: list[float] = field(default_factory=list)  # of the step before
+    _uploads_ms: list[float] = field(default_factory=list)  # uploads of the step before
 
     def __post_init__(self) -> None:
         self._device_free = [0.0] * len(self.reads_ms)

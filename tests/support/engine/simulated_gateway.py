@@ -14,7 +14,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.wire.requests import Cancellation, Resumption, Submission
 from tests.support.engine.simulated_stage import VOCAB, next_token
 
-_BREAK_CHANCE = 0.04  # that the stream is lost with what is on it
+_BREAK_CHANCE = 0.04  # chance that the stream is lost with what is on it
 
 
 class _Stream(GatewayStream):
@@ -34,7 +34,7 @@ class _Client:
 
     submission: Submission
     log: RequestLog
-    reasons: dict[int, str] = field(default_factory=dict[int, str])  # by choice: why it ended
+    reasons: dict[int, str] = field(default_factory=dict[int, str])  # why each choice ended
     attempt: int = 1
     left: bool = False
 

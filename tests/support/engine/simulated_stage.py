@@ -49,10 +49,10 @@ class SimulatedStage:
     epoch: Epoch
     kv_since: Epoch  # as its ``Opened`` says
     slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    states: dict[int, int] = field(default_factory=dict[int, int])  # by slot, kept like the KV
+    states: dict[int, int] = field(default_factory=dict[int, int])  # keys are slots, kept like the KV
     tables: dict[SequenceId, list[int]] = field(default_factory=dict[SequenceId, list[int]])
     plans: deque[ScheduledStep] = field(default_factory=deque[ScheduledStep])
-    inputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # by step
+    inputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # keys are steps
     dead: bool = False
 
     def ready(self) -> bool:

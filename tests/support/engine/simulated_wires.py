@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgepipe.ids import Epoch
 
-_STALE_CHANCE = 0.2  # that a message of a replaced epoch is kept, to arrive late
+_STALE_CHANCE = 0.2  # chance that a message of a replaced epoch is kept, to arrive late
 
 
 @dataclass(frozen=True, slots=True)

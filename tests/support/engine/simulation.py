@@ -62,7 +62,7 @@ class Simulation:
         self._counter = 0
         self._engine_id = EngineId("engine-1")
         self._table = self._new_table()
-        self._ahead: dict[int, Message] = {}  # by step: came back before an earlier one
+        self._ahead: dict[int, Message] = {}  # answers that came back before those of an earlier step, by step
         self._in_flight: deque[ScheduledStep] = deque()
         self._scheduler = Scheduler(self._limits, ThrottledPolicy())
         self._kept: KeptKV | None = None
@@ -287,12 +287,12 @@ class Totals:
 
     schedules: int = 0
     recoveries: int = 0
-    engines: int = 0  # that died
+    engines: int = 0  # engines that died
     resumed: int = 0
     fenced: int = 0  # messages of replaced epochs, dropped
     kept: int = 0  # positions that an epoch found computed by the one before
     replayed: int = 0  # positions that stages up to one that had lost them computed again
-    replayed_states: int = 0  # of these, in schedules of models with recurrent layers
+    replayed_states: int = 0  # replayed states among these, in schedules of models with recurrent layers
 
 
 async def simulate(seeds: range) -> Totals:

@@ -22,10 +22,11 @@ from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.testing.clock import START_S, FakeClock
 from edgepipe.wire.children import ChildProgress
-from edgepipe.wire.plans import Registration, StageTimings, StepDone, StepTiming
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import StageTimings, StepDone, StepTiming
 from edgepipe.wire.v1 import stage_pb2
 
-LOOK_S = 0.5  # of daemons
+LOOK_S = 0.5  # pause between two looks of a daemon
 T = TypeVar("T")
 
 CONTEXT = 65_536

@@ -16,7 +16,8 @@ from typing import Any, cast
 from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.protocols.anthropic.body import MessagesBody
 from edgepipe.gateway.protocols.responses.body import ResponsesBody, asked
-from edgepipe.gateway.schema import ChatBody, validate
+from edgepipe.gateway.schema import ChatBody
+from edgepipe.gateway.strict_body import validate
 from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
 from tests.support.gateways.family_assets import FamilyAssets
 
@@ -30,7 +31,7 @@ class Said:
 
     thought: str = ""
     text: str = ""
-    commands: tuple[str, ...] = ()  # of a shell, each in a call of its own
+    commands: tuple[str, ...] = ()  # commands of a shell, each in a call of its own
 
     def calls(self, program: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the calls by the names of a program's tools."""

@@ -28,7 +28,7 @@ class EchoEngine(FakeEngine):
 
     errors: dict[str, tuple[EdgepipeError, int]] = field(default_factory=dict[str, tuple[EdgepipeError, int]])
     stop_after: int | None = None  # prompts that are answered; later ones wait for ``release``
-    prompts: list[str] = field(default_factory=list[str])  # in order of arrival
+    prompts: list[str] = field(default_factory=list[str])  # prompts in order of arrival
     answered: list[str] = field(default_factory=list[str])
 
     async def _answer(

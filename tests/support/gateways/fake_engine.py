@@ -102,7 +102,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     answer: bytes = b"The capital of France is Paris."
     group: int = 1
     pause_s: float = 0.0  # between two messages
-    read_tokens: int = 0  # of each prompt, told before the answer
+    read_tokens: int = 0  # tokens read of each prompt, reported before the answer
     hold_after: int | None = None  # tokens; then nothing more comes until ``release``
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
     engine_id: str = "engine-1"

@@ -15,7 +15,7 @@ from edgepipe.sampling.grammar import GrammarTokenizer, parser_limits
 
 WORDS = ("a", "Rome", "x=1", "  ", "é", "漢字", "😀", "'", "]", "}}", "{", "<b>", "</", ")", "%", ", ", ": ")
 QUOTED = ('\\"', "\\n", "\\\\", "\\t")  # within JSON's strings
-LINES = ('"', "\n", "\n\n", "\\n")  # in bare text
+LINES = ('"', "\n", "\n\n", "\\n")  # line breaks in bare text
 _INDEX = rb'(?:functions\.[a-z_-]+:|"tool_call_id": ")([0-9]?)$'  # the place of a call
 _PYTHON = re.compile(r"\w\(\w+=")
 _TEXT_BYTES = 60  # with so many possible bytes, a text goes on

@@ -24,7 +24,7 @@ from edgepipe.gateway.schema import ChatBody, CompletionBody
 from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB
 
 Values = SearchStrategy[Any]
-Fields = Mapping[str, tuple[Values, Values]]  # that usually work, and that usually do not
+Fields = Mapping[str, tuple[Values, Values]]  # for each field: values that usually work, and values that usually do not
 
 HUGE = (1 << 31, (1 << 31) - 1, 1 << 32, 1 << 63, (1 << 63) - 1, 1 << 64, 10**30)
 Row = dict[str, tuple[Any, Any]]
@@ -41,9 +41,9 @@ _TOGETHER = (
     ("stream", "stream_options"),
     ("n", "best_of", "stream"),
 )
-_TOGETHER_SHARE = 0.5  # of bodies have fields that act on one another
+_TOGETHER_SHARE = 0.5  # share of bodies with fields that act on one another
 _LARGE, _LARGE_SHARE = "x" * 140_000, 0.01  # such a body is read in another process
-_BAD_SHARE = 0.15  # of fields get a value that usually does not work
+_BAD_SHARE = 0.15  # share of fields with a value that usually does not work
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,10 +307,10 @@ def _value(arguments: str) -> Any:
 class Tally:
     """Counts of one template's outputs, with what was wrong."""
 
-    written: int = 0  # by the template
+    written: int = 0  # calls that the template wrote
     random: int = 0
     cut_alike: int = 0  # read the same whole, by characters and by threes
-    meant: int = 0  # of those that the template wrote: read as what was meant
+    meant: int = 0  # calls among these that were read as what was meant
     same: int = 0  # rendered back as the same text
     faults: list[str] = field(default_factory=list[str])
 

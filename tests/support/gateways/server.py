@@ -49,8 +49,8 @@ class Served:
     http: httpx.AsyncClient
     engine: FakeEngine
     gateway: Gateway
-    address: str  # of the engine
-    server: Any  # of the engine
+    address: str  # address of the engine
+    server: Any  # server of the engine
     answering: asyncio.Task[None]  # HTTP; cancelled when the node stops
 
     @property

@@ -27,8 +27,8 @@ class FakeHub:
     endpoint: str = ""
     cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
     cuts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # bytes of the next answers' bodies
-    sent_bytes: dict[str, int] = field(default_factory=dict[str, int])  # of files, in all
-    etags: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # of the next answers; empty: none
+    sent_bytes: dict[str, int] = field(default_factory=dict[str, int])  # bytes of each file, in all
+    etags: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # etags of the next answers; empty: none
     portal: set[str] = field(default_factory=set[str])  # answered with a login page; "": the API
     page: bytes = b"<html>Log in</html>"
     damaged: set[str] = field(default_factory=set[str])  # sent with another end than announced

@@ -187,7 +187,7 @@ _STACKS = {
     **dict.fromkeys(("down_proj", "w2"), gguf.MODEL_TENSOR.FFN_DOWN_EXP),
 }
 _Q8_0 = gguf.GGMLQuantizationType.Q8_0
-_PARAMETER = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(_bias)?")  # of gpt-oss
+_PARAMETER = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(_bias)?")  # names that gpt-oss has
 
 
 _OF_GEMMA4 = {  # within a layer, as the converter renames them itself or before it asks the table

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 _MAX_FRAME_BYTES = 65_536
 _BURST_FRAMES = 64  # read from one port before the others get their turn
-_GROUP_BIT = 1  # of a destination's first byte: broadcast and multicast
+_GROUP_BIT = 1  # bit of a destination's first byte: broadcast and multicast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class CableShape:
 
     delay_s: float = 0.0  # propagation, one way
     jitter_s: float = 0.0  # added to the delay, evenly from 0; frames keep their order
-    bytes_per_s: float = math.inf  # of frames, headers included
+    bytes_per_s: float = math.inf  # rate of frames, headers included
     loss: float = 0.0  # share of frames that vanish
     cut: bool = False  # everything vanishes, what is under way too
     queue_bytes: int = 1_000_000  # waiting for the rate; frames beyond are dropped

@@ -34,7 +34,7 @@ _LOAD = 0.95  # a round of eight steps takes this share of its upload: chunks al
 class Load:
     """What a link carries."""
 
-    bytes_per_s: float  # of the link
+    bytes_per_s: float  # rate of the link
     num_chunks: int
     link: str = ""  # an emulated network; empty: none
     in_order: bool = False  # chunks are sent like decodes, so nothing passes them

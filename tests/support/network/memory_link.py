@@ -14,7 +14,7 @@ from edgepipe.link.departures import Departures, Piece
 from edgepipe.link.pacing import MOST_PIECE_BYTES
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.wire.plans import OpenRing
+from edgepipe.wire.pipelines import OpenRing
 
 
 class MemorySender:

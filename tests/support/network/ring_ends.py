@@ -22,7 +22,8 @@ from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
 from edgepipe.wire.common import Hello
-from edgepipe.wire.plans import LinkSample, OpenRing
+from edgepipe.wire.pipelines import OpenRing
+from edgepipe.wire.reports import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 from tests.support.network.memory_link import MemorySender

@@ -27,7 +27,7 @@ class Party:
 
     pair: KeyPair = field(default_factory=make_key_pair)
     kind: ProcessKind = ProcessKind.NODE
-    node: str = ""  # that answers for it; empty: itself
+    node: str = ""  # node that answers for it; empty: itself
 
     @property
     def peer(self) -> Peer:

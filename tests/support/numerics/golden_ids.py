@@ -18,7 +18,7 @@ import numpy.typing as npt
 FILE = Path(__file__).parents[2] / "data" / "golden_smollm2.json"
 FLOAT32_GAP = 0.1
 BF16_GAP = 1.0
-BF16_SHARE = 0.95  # of all steps
+BF16_SHARE = 0.95  # share of all steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

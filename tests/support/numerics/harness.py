@@ -114,7 +114,7 @@ class Track:
     identity: int
     runs: tuple[BlockRun, ...]
     length: int = 0
-    slot: int | None = None  # of its state, if the model has recurrent layers
+    slot: int | None = None  # slot of its state, if the model has recurrent layers
 
     def row(self, num_tokens: int) -> StepRow:
         """The row of the next ``num_tokens``."""

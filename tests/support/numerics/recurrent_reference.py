@@ -14,7 +14,7 @@ from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 
 Array = npt.NDArray[np.float64]
 
-_LENGTH_EPS = 1e-6  # of the length of queries and keys
+_LENGTH_EPS = 1e-6  # epsilon of the length of queries and keys
 
 
 def mixed(spec: Recurrent, weights: Mapping[str, Array], x: Array, *, eps: float) -> Array:

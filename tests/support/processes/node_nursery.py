@@ -24,7 +24,7 @@ from typing import Any
 from edgepipe.children.orphans import adopting_orphans, fork_orphan, is_own, take_streams
 
 _MESSAGE_BYTES = 1 << 17
-_ANSWER_S = 60.0  # of the first answer: a busy machine imports slowly
+_ANSWER_S = 60.0  # deadline of the first answer: a busy machine imports slowly
 _MODULES = (
     "edgepipe.daemon.node",
     *(f"edgepipe.workers.{kind}" for kind in ("nursery", "main", "engine", "gateway", "stage")),

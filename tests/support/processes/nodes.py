@@ -30,7 +30,7 @@ from tests.support.processes.node_nursery import ForkedNode, fork_node
 
 READY_S = 40.0  # a busy machine starts Python slowly
 LOOK_S = 0.02
-_MOST_NODES = 8  # of one test
+_MOST_NODES = 8  # nodes of one test
 
 
 @dataclass(slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class Machine:
     """One node as it is, whatever the core believes."""
 
     node_id: NodeId
-    layers: int  # that it has room for
+    layers: int  # layers that it has room for
     address: str
     up: bool = True
     broken: bool = False  # its device fails every step, and test steps
@@ -130,8 +130,8 @@ class World:
         for machine in list(self.machines.values())[:2]:
             machine.layers = max(machine.layers, LAYERS // 2)  # the model fits when all are there
         self._serving: _Epoch | None = None
-        self._work: str = ""  # of the attempt: what is under way
-        self._generation = 0  # of that work; what comes of an earlier one is late
+        self._work: str = ""  # work of the attempt that is under way
+        self._generation = 0  # number of that work; results of an earlier one are late
         self._requests = Requests()
         self._pauses = PauseCheck()
         self._asked = 0

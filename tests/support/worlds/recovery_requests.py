@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgepipe.engine.progress import EpochProgress
 from edgepipe.ids import RequestKey, SequenceId
 
-TOKENS = 5  # of a request
+TOKENS = 5  # tokens of a request
 _AT_ONCE = 8  # requests in one step
 
 

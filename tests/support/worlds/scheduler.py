@@ -34,7 +34,7 @@ from edgepipe.scheduler.drafting import Drafting
 from edgepipe.spec.memory_classes import StateSlots, WindowPool
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.step_order import StepUses
-from edgepipe.wire.plans import keys_of
+from edgepipe.wire.tiers import keys_of
 
 VOCAB = 97
 NUM_SLICES = 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.backend.expert_reads import ExpertMeter, ExpertShare, cleaned, distinct_share, skewed_shares
+from edgepipe.backend.expert_reads import CountedSteps, ExpertMeter, ExpertShare, cleaned, distinct_share, skewed_shares
 
 TOKEN_SHARE = 8 / 128
 
@@ -88,3 +88,10 @@ def test_a_meter_follows_a_conversation_that_changes() -> None:
 def test_shares_of_another_machine_are_checked() -> None:
     wrong = (ExpertShare(8, 0.5), ExpertShare(1, 0.1), ExpertShare(4, 2.0), ExpertShare(4, 0.0), ExpertShare(2, 0.1))
     assert cleaned(wrong) == (ExpertShare(2, 0.1), ExpertShare(8, 0.5))
+
+
+def test_the_first_step_of_each_size_is_counted_and_every_eighth_behind_it() -> None:
+    steps = CountedSteps()
+    counted = {tokens: [steps.takes(tokens) for _ in range(20)] for tokens in (1, 2, 3, 512, 513)}
+    expected = [number in (0, 8, 16) for number in range(20)]
+    assert counted == {1: [False] * 20, 2: expected, 3: expected, 512: expected, 513: [False] * 20}

@@ -9,7 +9,7 @@ import pytest
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import Priority, SarathiPolicy, make_policy
-from edgepipe.simulation.report import RequestRecord, RunFacts, StepRecord, make_report
+from edgepipe.simulation.report import ObservedRequest, RunFacts, StepRecord, make_report
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_decodes_of_a_turn_are_compared_with_one_another() -> None:
         StepRecord(number, decodes, prompts, 2, float(number), ((number, number + 1.0),), 5)
         for number, (decodes, prompts) in enumerate(rows)
     ]
-    request = RequestRecord(index=0, arrival_s=0.0, prompt_tokens=100, token_times_s=(1.0, 2.0))
+    request = ObservedRequest(index=0, arrival_s=0.0, prompt_tokens=100, token_times_s=(1.0, 2.0))
     assert make_report(facts, [request], steps).decode_rows_deviation == pytest.approx(0.5)

@@ -10,7 +10,7 @@ from edgepipe.cli.batch import endpoint_of, errors_path
 from edgepipe.cli.batch_client import BatchView
 from edgepipe.cli.views.batch_progress import Rates
 from edgepipe.errors import RemoteProtocolError, RequestInvalid
-from edgepipe.gateway.batches.records import Batch, BatchError, Checked
+from edgepipe.gateway.batches.records import Batch, BatchError, CheckedInput
 
 
 def view(**changes: int) -> BatchView:
@@ -26,7 +26,7 @@ def view(**changes: int) -> BatchView:
         error_file="file-3",
         kept_s=3600,
     )
-    shown = batch.checked(Checked(num_lines=1000), now_s=1_000_001).to_json()
+    shown = batch.checked(CheckedInput(num_lines=1000), now_s=1_000_001).to_json()
     shown["request_counts"]["completed"] = changes.get("completed", 0)
     shown["usage"]["output_tokens"] = changes.get("tokens", 0)
     return BatchView.of(shown)
@@ -56,7 +56,7 @@ def test_errors_of_a_failed_batch_name_their_lines() -> None:
         output_file="file-2",
         error_file="file-3",
         kept_s=3600,
-    ).checked(Checked(errors=(BatchError(code="c", message="it is wrong", line=7),)), now_s=1_000_001)
+    ).checked(CheckedInput(errors=(BatchError(code="c", message="it is wrong", line=7),)), now_s=1_000_001)
     assert BatchView.of(failed.to_json()).errors == ("line 7: it is wrong",)
     with pytest.raises(RemoteProtocolError):
         BatchView.of(body)

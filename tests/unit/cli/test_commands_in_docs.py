@@ -27,7 +27,7 @@ PAGES = (
     *sorted(map(str, ROOT.glob("examples/*/README.md"))),
 )
 PLACEHOLDERS = ("VERB", "status|logs|uninstall")
-OF_OTHER_PROGRAMS = ("--config.file", "--extra", "--uninstall")  # of Prometheus and of scripts/install.sh
+OF_OTHER_PROGRAMS = ("--config.file", "--extra", "--uninstall")  # options of Prometheus and of scripts/install.sh
 
 
 @cache

@@ -31,7 +31,7 @@ from tests.support.processes.command_line import Run, make_status
 
 FORGED = "2026-01-01 00:00:00,000 ERROR   this line was never logged"
 HOSTILE = f"x\n{FORGED}\r\x1b[2J\x1b]0;title\x07\x9b31m\x85{FORGED}\u2028\u202e\u2066[red]y[/z][link=http://a]b[/link]"
-_DEPTH = 12  # of messages within messages
+_DEPTH = 12  # levels of messages within messages
 
 
 def fill(message: Message, text: str, *, depth: int = _DEPTH) -> None:
@@ -64,7 +64,7 @@ class _Node:
     """The parts of a node's services that commands ask below; all that its neighbours told it is hostile."""
 
     def __init__(self) -> None:
-        self.state = ""  # of engines
+        self.state = ""  # state of engines
 
     def __getattr__(self, name: str) -> None:
         """Any other method is asked by no command below."""

@@ -21,7 +21,7 @@ from edgepipe.cli.chat.answer_view import MarkdownView
 from edgepipe.cli.chat.slash import COMMANDS
 from edgepipe.cli.output import make_console
 from edgepipe.cli.views.status_view import render_status
-from edgepipe.cli.wizard import steps
+from edgepipe.cli.wizard import own_node, steps
 from edgepipe.cli.wizard.asking import Defaults
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.config import load_config
@@ -75,9 +75,9 @@ def _setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(steps, "machine_findings", lambda _config: ())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(steps, "network_facts", lambda _config: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(steps, "network_findings", lambda _facts, _ports: ())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "_status", lambda _setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(own_node, "node_status", lambda _setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(steps, "_status_with_peers", lambda _setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "start_in_background", start)
+    monkeypatch.setattr(own_node, "start_in_background", start)
     monkeypatch.setattr("edgepipe.cli.service.manager_runs", lambda: False)
     given = Given(name="gamer", cluster="home", skip_model=True)
     config = load_config({"data_dir": tmp_path}, environ={}).values

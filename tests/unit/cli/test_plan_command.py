@@ -51,12 +51,12 @@ def test_the_model_s_own_layer_for_drafts_is_counted(run: Run) -> None:
     assert drafting["kv_tokens"] < plain["kv_tokens"]
     again = json.loads(run(*imagined[:4], "--json", "--draft", "mtp", "--plan", plain["plan"]).out)
     assert again["stages"][-1]["layers"].endswith("-64")
-    told = drafting["drafts"]
-    assert (plain["drafts"], told["source"], told["right"]) == (None, "mtp", [0.8, 0.7, 0.6])
-    assert told["num_bytes"] == second - first
-    assert told["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * told["factor"], rel=1e-3)
+    drafts = drafting["drafts"]
+    assert (plain["drafts"], drafts["source"], drafts["right"]) == (None, "mtp", [0.8, 0.7, 0.6])
+    assert drafts["num_bytes"] == second - first
+    assert drafts["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * drafts["factor"], rel=1e-3)
     picture = run(*imagined[:-1], "--draft", "mtp").out
-    assert f"{told['factor']:.2f}x: {told['count']} a turn" in picture
+    assert f"{drafts['factor']:.2f}x: {drafts['count']} a turn" in picture
     assert "if 80%, 70%" in picture
     assert max(map(len, picture.splitlines())) <= 80
 
@@ -67,12 +67,12 @@ def test_a_draft_model_is_counted_beside_the_head(run: Run) -> None:
     first, second = (sum(stage["weight_bytes"] for stage in each["stages"]) for each in (plain, drafting))
     assert 3.7e9 < second - first < 4.9e9, "its weights and its KV"
     assert drafting["kv_tokens"] < plain["kv_tokens"]
-    told = drafting["drafts"]
-    assert (plain["drafts"], told["source"]) == (None, "model")
-    assert told["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * told["factor"], rel=1e-3)
-    assert told["num_bytes"] == pytest.approx(second - first, rel=1e-3)
+    drafts = drafting["drafts"]
+    assert (plain["drafts"], drafts["source"]) == (None, "model")
+    assert drafts["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * drafts["factor"], rel=1e-3)
+    assert drafts["num_bytes"] == pytest.approx(second - first, rel=1e-3)
     picture = run(*imagined[:-1], "--draft", "llama-3.2-3b:q4_k_m").out
-    assert f"{told['factor']:.2f}x: {told['count']} a turn" in picture
+    assert f"{drafts['factor']:.2f}x: {drafts['count']} a turn" in picture
     assert max(map(len, picture.splitlines())) <= 80
     refused = run(*imagined, "--draft", "qwen3.6-27b")
     assert refused.code == 2

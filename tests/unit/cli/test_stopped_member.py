@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgepipe.cli.wizard import steps
+from edgepipe.cli.wizard import cluster_choice, own_node, steps
 from edgepipe.cli.wizard.asking import Defaults
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.founding import found_local_cluster, home_of
@@ -73,8 +73,8 @@ def test_setup_starts_the_node_and_joins_nobody(
         started.append(data_dir)
         return {"pid": 1, "address": "10.0.0.1:7117"}
 
-    monkeypatch.setattr(steps, "start_in_background", start)
-    monkeypatch.setattr(steps, "_browse", None)
+    monkeypatch.setattr(own_node, "start_in_background", start)
+    monkeypatch.setattr(cluster_choice, "browse_nodes", None)
     config = load_config({"data_dir": member}).values
     steps.cluster(Setup(asking=Defaults(), given=Given(), config=config, settings_file=tmp_path / "config.toml"))
     assert started == [member]
@@ -100,10 +100,10 @@ def test_setup_starts_the_node_of_a_machine_that_is_alone_in_its_cluster(
         own = MemberState(node=NodeState(node_id=NodeId("a")))
         return ClusterStatus(cluster_name="den", node_id=own.node.node_id, members=(own,)) if started else None
 
-    monkeypatch.setattr(steps, "start_in_background", start)
-    monkeypatch.setattr(steps, "_status", status)
-    monkeypatch.setattr(steps, "_browse", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(own_node, "start_in_background", start)
+    monkeypatch.setattr(own_node, "node_status", status)
+    monkeypatch.setattr(cluster_choice, "browse_nodes", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(cluster_choice, "explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType]
     config = load_config({"data_dir": alone}).values
     setup = Setup(asking=Defaults(), given=Given(cluster=asked), config=config, settings_file=tmp_path / "config.toml")
     steps.cluster(setup)

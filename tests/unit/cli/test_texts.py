@@ -15,7 +15,7 @@ from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.views.report_view import TERMS
 from edgepipe.cli.views.status_view import layout_text
-from edgepipe.cli.wizard import steps
+from edgepipe.cli.wizard import cluster_choice, steps
 from edgepipe.cli.wizard.asking import AskedChoice, Defaults, Quit
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.discovery import Announcement
@@ -109,8 +109,8 @@ def test_an_address_of_ipv6_stands_in_brackets(capsys: pytest.CaptureFixture[str
 
 def test_who_quits_the_setup_is_told_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Announcement] = []
-    monkeypatch.setattr(steps, "_browse", lambda setup: found)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(cluster_choice, "browse_nodes", lambda setup: found)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(cluster_choice, "explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
 
     class Quits(Defaults):
         def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
@@ -168,7 +168,7 @@ def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
         settings_file=tmp_path / "s",
     )
     with pytest.raises(ConfigInvalid, match="a pairing code is needed") as raised:
-        steps.join_asking(setup, "127.0.0.1")
+        cluster_choice.join_asking(setup, "127.0.0.1")
     assert raised.value.next_step == "--join CODE, or --cluster NAME to start a new cluster"
 
 

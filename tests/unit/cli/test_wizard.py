@@ -14,7 +14,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard import model_choice, run, steps
+from edgepipe.cli.wizard import cluster_choice, model_choice, own_node, run, steps
 from edgepipe.cli.wizard.asking import AskedChoice, Back, Defaults
 from edgepipe.cli.wizard.fits import HEADING, Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import MachineLink, link_meaning, links_of
@@ -131,7 +131,7 @@ def make_setup(tmp_path: Path, given: Given | None = None) -> Setup:
 def test_a_name_and_a_folder_that_were_given_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], running: bool
 ) -> None:
-    monkeypatch.setattr(steps, "_status", lambda setup: make_status() if running else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(own_node, "node_status", lambda setup: make_status() if running else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     setup = make_setup(tmp_path, Given(name="den", models_dir=True))
     steps.machine(setup)
     values = load_config({}, environ={}, file=setup.settings_file).values
@@ -142,7 +142,7 @@ def test_a_name_and_a_folder_that_were_given_are_kept(
 
 
 def test_an_address_with_a_bad_port_is_told_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not steps._reachable(make_setup(tmp_path), "studio:abc")  # pyright: ignore[reportPrivateUsage]
+    assert not cluster_choice.reachable(make_setup(tmp_path), "studio:abc")
     assert "the host cannot be 'studio:abc'" in capsys.readouterr().out
 
 
@@ -194,7 +194,7 @@ class _Typed(Defaults):
 def test_going_back_from_the_first_question_shows_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(own_node, "node_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     typed = _Typed(2)
     steps.machine(replace(make_setup(tmp_path), asking=typed))
     shown = capsys.readouterr().out
@@ -207,10 +207,10 @@ def test_going_back_from_the_name_of_the_cluster_chooses_a_cluster_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     created: list[str] = []
-    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "_browse", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "_create", lambda setup, name, status: created.append(name))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(own_node, "node_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(cluster_choice, "browse_nodes", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(cluster_choice, "explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(cluster_choice, "create_cluster", lambda setup, name, status: created.append(name))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     typed = _Typed(1)
     steps.cluster(replace(make_setup(tmp_path), asking=typed))
     assert (typed.asked, created) == (2, ["home"])
@@ -238,8 +238,8 @@ def test_the_start_of_the_node_says_how_long_it_takes(
         shown.append(capsys.readouterr().out)
         return {"pid": 1, "address": "10.0.0.1:7117"}
 
-    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(steps, "start_in_background", start)
+    monkeypatch.setattr(own_node, "node_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(own_node, "start_in_background", start)
     steps.cluster(make_setup(tmp_path, Given(cluster="den")))
     assert "starting the node, about 10 s" in shown[0]
 

@@ -174,8 +174,8 @@ class Members:
         self.folder = folder
         self.nodes: dict[str, NodeState] = {}
         self.stores: dict[str, ModelStore] = {}
-        self.manifests: dict[str, Manifest] = {}  # in place of the genuine one
-        self.files: dict[str, Callable[[], AsyncIterator[bytes]]] = {}  # in place of the genuine ones
+        self.manifests: dict[str, Manifest] = {}  # these replace the genuine ones
+        self.files: dict[str, Callable[[], AsyncIterator[bytes]]] = {}  # these replace the genuine ones
         self.asked: list[str] = []
         self.changes = Changes()
 

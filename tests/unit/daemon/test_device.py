@@ -81,8 +81,8 @@ class Process:
 
     def send(self, command: Command) -> None:
         if isinstance(command, LoadShard) and self.loads:
-            told = ShardLoaded(weight_bytes=1, kv_block_bytes=16, settings=command.settings)
-            self.on_report(replace(told, products=PRODUCTS, slow_paths=SLOW))
+            report = ShardLoaded(weight_bytes=1, kv_block_bytes=16, settings=command.settings)
+            self.on_report(replace(report, products=PRODUCTS, slow_paths=SLOW))
         if isinstance(command, PauseStage):
             self.paused.append(command)
         if isinstance(command, ProfileLayerRequest):
@@ -136,7 +136,7 @@ class Host:
 
     def __init__(self, processes: Processes, tasks: asyncio.TaskGroup, folder: Path) -> None:
         self.processes = processes
-        self.memory_kills: int | None = 0  # by the system, so far
+        self.memory_kills: int | None = 0  # kills by the system, so far
         self._changed = asyncio.Condition()
         self.host = DeviceHost(
             node_name="a",

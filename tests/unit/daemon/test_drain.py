@@ -49,7 +49,7 @@ class World:
         self.draining: set[str] = set()
         self.hosted = ["p"]
         self.plans = 0
-        self.engines: dict[str, EngineState] = {}  # by node
+        self.engines: dict[str, EngineState] = {}  # keys are nodes
         self.changes = Changes()
         replanner = Replanner(peers=cast("Any", self), models=cast("Any", None), surveyor=cast("Any", None))
         self.drain = Drain(

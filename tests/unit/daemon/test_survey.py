@@ -58,9 +58,9 @@ class FakePeers:
         self.silent: set[str] = set()  # they take no new connection
         self.shut: set[tuple[str, str]] = set()  # ways that take no new connection
         self.swapped: dict[str, str] = {}  # node to the node whose address it has now
-        self.forms: dict[str, tuple[str, ...]] = {}  # of KV, by node
+        self.forms: dict[str, tuple[str, ...]] = {}  # forms of KV, by node
         self.layers: list[tuple[str, bool, bool]] = []
-        self.kv: list[str] = []  # of the measurements
+        self.kv: list[str] = []  # KV of the measurements
         self.links: list[tuple[str, tuple[str, ...], bool]] = []
 
     def nodes(self) -> list[NodeState]:

@@ -104,7 +104,7 @@ class World:
     head_hears: set[str]  # honest members whose link to the head works; empty: it is dead, or silent
     head_flaps: bool = False  # a rogue head without an engine that comes and goes
     notices_s: dict[str, float] = field(default_factory=dict[str, float])
-    taken: dict[str, float] = field(default_factory=dict[str, float])  # by honest node, seconds until it took over
+    taken: dict[str, float] = field(default_factory=dict[str, float])  # seconds until it took over, by honest node
 
     def run(self, most_s: int) -> None:
         """Let time pass until a record has spread."""

@@ -26,7 +26,7 @@ class Served:
 
     trust: Shared
     node: BookNode
-    reachable: dict[str, Served] = field(default_factory=dict[str, "Served"])  # by node id
+    reachable: dict[str, Served] = field(default_factory=dict[str, "Served"])  # keys are node ids
     running: set[str] = field(default_factory=set[str])
     paused: set[str] = field(default_factory=set[str])
     started: list[str] = field(default_factory=list[str])

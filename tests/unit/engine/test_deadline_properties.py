@@ -21,7 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.testing.clock import START_S
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 from tests.support.engine.virtual_ring import in_virtual_time
 
 JITTER = (0.7, 1.5)  # of a step's time

@@ -17,7 +17,8 @@ from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import StageState
-from edgepipe.wire.plans import Registration, StepTiming, registrations_to_wire
+from edgepipe.wire.registrations import Registration, registrations_to_wire
+from edgepipe.wire.reports import StepTiming
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
 from tests.support.processes.waiting import until

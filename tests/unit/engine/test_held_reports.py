@@ -11,8 +11,9 @@ from edgepipe.engine.held_reports import HeldReport
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.scheduler import HeldBelow
 from edgepipe.spec.facts import LayerRange, Slice
-from edgepipe.wire.plans import HeldPlaces, PipelineSpec
+from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.sizes import MAX_HELD
+from edgepipe.wire.tiers import HeldPlaces
 
 EPOCH = Epoch(4, EngineId("e"))
 SPEC = PipelineSpec(

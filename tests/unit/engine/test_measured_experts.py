@@ -14,7 +14,7 @@ from edgepipe.scheduler.pacing import HOST_S
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.weights.mixes import named_model
 from edgepipe.wire.codec import from_wire, to_wire
-from edgepipe.wire.plans import StageTimings, StepTiming
+from edgepipe.wire.reports import StageTimings, StepTiming
 from edgepipe.wire.v1 import stage_pb2
 from tests.support.engine.ring_model import ROW_BYTES, RingModel
 

@@ -11,7 +11,7 @@ from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.scheduler.pacing import most_prompt_steps
-from edgepipe.wire.plans import LinkSample, StepTiming
+from edgepipe.wire.reports import LinkSample, StepTiming
 from tests.support.engine.ring_model import ROW_BYTES, RingModel, scheduled
 
 

@@ -18,7 +18,8 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.plans import HomeOpened, HomeTokens, Registration, StageTimings, StepDone
+from edgepipe.wire.registrations import Registration
+from edgepipe.wire.reports import HomeOpened, HomeTokens, StageTimings, StepDone
 from edgepipe.wire.v1 import stage_pb2
 
 EPOCH = Epoch(3, EngineId("engine"))

@@ -8,7 +8,7 @@ from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, Throttl
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import DeviceSpan, EngineTrace
-from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.reports import StepTiming
 from edgepipe.wire.v1 import engine_pb2
 
 

@@ -91,8 +91,8 @@ async def test_what_was_cached_is_counted_before_a_request_waits_for_its_grammar
     ended = SequenceEnded(sequence, EndReason.LENGTH, 0, cached_prompt_tokens=99)
     epochs.table.note_step(StepNews(events=[ended], logprobs={}, prompts=(), failures={}))
     epochs.stream.close()
-    told = [ended async for news in epochs.stream.events() for ended in news.message.ended]
-    assert [each.cached_prompt_tokens for each in told] == [32]
+    endings = [ended async for news in epochs.stream.events() for ended in news.message.ended]
+    assert [each.cached_prompt_tokens for each in endings] == [32]
     epochs.table.close()
 
 

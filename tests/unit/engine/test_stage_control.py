@@ -19,7 +19,7 @@ from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.common import Hello
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import PipelineSpec
+from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
 SLICES = (Slice(index=0, layers=LayerRange(0, 1), embedding=True, head=True),)

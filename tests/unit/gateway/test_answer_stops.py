@@ -73,6 +73,7 @@ async def test_a_plain_completion_stops_wherever_the_stop_string_is() -> None:
         ("<thi", False, ["thi"], "<", "thi"),
         ("<think>a</thi", False, ["thi"], "<think>a</thi", ""),
         ("<think>a</think> b</think>c", False, ["</think>c"], "<think>a</think> b", "</think>c"),
+        ("<think>a</think> <think>b c", False, ["b"], "<think>a</think> <think>", "b"),
     ],
 )
 def test_reasoning_and_the_spaces_after_it_are_no_answer(

@@ -22,7 +22,7 @@ from edgepipe.gateway.access import AccessRules, local_users
 from edgepipe.gateway.batches import copies
 from edgepipe.gateway.batches.copies import Copy
 from edgepipe.gateway.batches.lines import Outcome, Place, answer_entry, error_entry
-from edgepipe.gateway.batches.records import Batch, Checked, StoredFile, TokenUsage
+from edgepipe.gateway.batches.records import Batch, CheckedInput, StoredFile, TokenUsage
 from edgepipe.gateway.batches.store import FilesSettings, Store
 from edgepipe.gateway.batches.take_over import TakeOver
 from edgepipe.ids import NodeId
@@ -79,7 +79,7 @@ def begun(store: Store, num_lines: int, **fields: Any) -> Batch:
     }
     batch = Batch(**(wanted | fields))
     store.add_batch(batch)
-    return store.checked(batch, Checked(num_lines=num_lines), now_s=NOW_S)
+    return store.checked(batch, CheckedInput(num_lines=num_lines), now_s=NOW_S)
 
 
 def answered(number: int) -> Outcome:
@@ -540,10 +540,15 @@ def test_a_take_over_is_refused_with_the_reason() -> None:
         ("failed", "completed", 0, "failed"),
     ],
 )
-def test_the_status_after_a_take_over(status: Any, ends_as: Any, done: int, wanted: str) -> None:
-    batch = batch_of(status=status, ends_as=ends_as, num_lines=9, completed=9 if done > 3 else done)
-    tally = copies.Tally(completed=done, usage=TokenUsage(), output_bytes=done)
-    assert copies.resumed(copy_of(batch), tally, now_s=NOW_S).status == wanted
+@pytest.mark.parametrize("failing", [0, 3])
+def test_the_status_after_a_take_over(status: Any, ends_as: Any, done: int, wanted: str, failing: int) -> None:
+    """``failing``: so many of the first lines failed, which are results, too."""
+    known = 9 if done > 3 else done
+    failed, copied = min(failing, known), min(failing, done)
+    batch = batch_of(status=status, ends_as=ends_as, num_lines=9, completed=known - failed, failed=failed)
+    tally = copies.Tally(completed=done - copied, failed=copied, usage=TokenUsage(), output_bytes=done)
+    resumed = copies.resumed(copy_of(batch), tally, now_s=NOW_S)
+    assert (resumed.status, resumed.completed, resumed.failed) == (wanted, done - copied, copied)
 
 
 def test_where_the_copy_is_said_to_be() -> None:

@@ -24,7 +24,7 @@ from edgepipe.gateway.batches.lines import (
     line_fault,
     read_lines,
 )
-from edgepipe.gateway.schema import validate
+from edgepipe.gateway.strict_body import validate
 
 CHAT = "/v1/chat/completions"
 

@@ -23,7 +23,7 @@ from edgepipe.gateway.batches.records import (
     FINAL,
     Batch,
     BatchError,
-    Checked,
+    CheckedInput,
     IllegalChange,
     TokenUsage,
     in_turn,
@@ -58,9 +58,9 @@ def step(batch: Batch, name: str, now_s: int) -> Batch:
     """What one event makes of a batch."""
     match name:
         case "check":
-            return batch.checked(Checked(num_lines=LINES, model="tiny"), now_s=now_s)
+            return batch.checked(CheckedInput(num_lines=LINES, model="tiny"), now_s=now_s)
         case "check badly":
-            return batch.checked(Checked(errors=(BatchError(code="x", message="y", line=2),)), now_s=now_s)
+            return batch.checked(CheckedInput(errors=(BatchError(code="x", message="y", line=2),)), now_s=now_s)
         case "count" | "fail":
             good = name == "count"
             return batch.counted(
@@ -105,7 +105,7 @@ def test_statuses_follow_the_picture_whatever_happens(names: list[str]) -> None:
 
 def test_a_cancelled_check_is_not_undone() -> None:
     cancelled = BATCH.cancelled(now_s=1_000_001)
-    assert cancelled.checked(Checked(num_lines=3), now_s=1_000_002) == cancelled
+    assert cancelled.checked(CheckedInput(num_lines=3), now_s=1_000_002) == cancelled
     assert cancelled.cancelled(now_s=1_000_003) == cancelled
     assert cancelled.ended(now_s=1_000_004).status == "cancelled"
 

@@ -18,7 +18,7 @@ import pytest
 from edgepipe.errors import CapacityError, ConfigInvalid, DiskFull
 from edgepipe.gateway.batches import store as store_module
 from edgepipe.gateway.batches.lines import Outcome, Place, error_entry
-from edgepipe.gateway.batches.records import Batch, Checked, IllegalChange, StoredFile, TokenUsage
+from edgepipe.gateway.batches.records import Batch, CheckedInput, IllegalChange, StoredFile, TokenUsage
 from edgepipe.gateway.batches.store import FilesSettings, Store
 
 NOW_S = 1_000_000
@@ -68,7 +68,7 @@ def begin(store: Store, *, batch_id: str = "batch_1", owner: str = "a", num_line
         kept_s=30 * DAY_S,
     )
     store.add_batch(batch)
-    return store.checked(batch, Checked(num_lines=num_lines), now_s=NOW_S)
+    return store.checked(batch, CheckedInput(num_lines=num_lines), now_s=NOW_S)
 
 
 def outcome(number: int, *, good: bool = True) -> Outcome:

@@ -10,7 +10,9 @@ import pytest
 from edgepipe.gateway.completion_service import _scored_limit  # pyright: ignore[reportPrivateUsage]
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
-from edgepipe.gateway.schema import JSON_SIZE, ChatBody, CompletionBody, DetokenizeBody, StrictBody, TokenizeBody
+from edgepipe.gateway.raw_fields import JSON_SIZE
+from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from edgepipe.gateway.strict_body import StrictBody
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.params import MAX_COUNT
 from edgepipe.wire.intake import MAX_SCORES

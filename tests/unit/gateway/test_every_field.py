@@ -21,16 +21,8 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.body import CountBody, MessagesBody
 from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.protocols.responses.body import ResponsesBody
-from edgepipe.gateway.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Message,
-    StreamOptions,
-    StrictBody,
-    TokenizeBody,
-    validate,
-)
+from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
+from edgepipe.gateway.strict_body import StrictBody, validate
 from tests.support.gateways.fake_engine import END, ByteAssets, FakeEngine
 from tests.support.gateways.server import Served, serving
 from tests.support.gateways.template_traits import TURNS, traits_of

@@ -17,8 +17,9 @@ from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpack
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, StrictBody, TokenizeBody, validate
+from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.shares import memory_shares
+from edgepipe.gateway.strict_body import StrictBody, validate
 from edgepipe.store.store import StoredModel
 from edgepipe.text.encoding import LongTextEncoder
 from tests.support.gateways.fake_engine import CONTEXT

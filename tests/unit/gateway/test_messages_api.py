@@ -26,7 +26,7 @@ from edgepipe.gateway.problems import HttpProblem, busy, from_error
 from edgepipe.gateway.protocols.anthropic.blocks import instructions
 from edgepipe.gateway.protocols.anthropic.body import CountBody
 from edgepipe.gateway.protocols.error_forms import problem_response
-from edgepipe.gateway.schema import validate
+from edgepipe.gateway.strict_body import validate
 from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.server import Served, serving
 

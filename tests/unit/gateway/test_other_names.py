@@ -12,7 +12,8 @@ from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.misspelt import misspelt
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.ollama.body import OllamaChatBody
-from edgepipe.gateway.schema import ChatBody, CompletionBody, validate
+from edgepipe.gateway.schema import ChatBody, CompletionBody
+from edgepipe.gateway.strict_body import validate
 from edgepipe.sampling.thought_budget import split_budget
 from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateways.server import Served, serving

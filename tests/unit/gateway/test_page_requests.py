@@ -13,7 +13,7 @@ from edgepipe.errors import EdgepipeError, RequestInvalid
 from edgepipe.gateway.request_ring import MOST_REQUESTS, RequestRecord, RequestRing
 from edgepipe.gateway.ui.disks import disks_json
 from edgepipe.gateway.ui.requests import RequestsTopic
-from edgepipe.gateway.ui.steps import MOST_STEPS, StepNews
+from edgepipe.gateway.ui.steps import MOST_STEPS, NewSteps
 from edgepipe.ids import NodeId
 from edgepipe.spec.facts import LayerRange
 from edgepipe.testing.clock import START_S
@@ -117,7 +117,7 @@ def _step(number: int, stages: int, *, offset_us: int = 0) -> StepTrace:
 @given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=5))
 def test_every_step_is_sent_once_and_only_when_all_stages_have_reported(late: list[set[int]]) -> None:
     """``late``: in each round, which of the ten newest steps lack a report."""
-    news, sent = StepNews(2), list[int]()
+    news, sent = NewSteps(2), list[int]()
     for round_number, lacking in enumerate(late, start=1):
         last = round_number * 10
         steps = [
@@ -135,7 +135,7 @@ def test_every_step_is_sent_once_and_only_when_all_stages_have_reported(late: li
 
 
 def test_steps_are_on_the_engines_clock_and_an_event_is_bounded() -> None:
-    news = StepNews(2)
+    news = NewSteps(2)
     steps = tuple(_step(number, 2, offset_us=7_000_000_000) for number in range(1, 500))
     found = news.take(EngineTrace(steps=steps, now_us=1, preemptions=0))
     assert found is not None

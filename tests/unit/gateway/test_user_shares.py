@@ -398,3 +398,7 @@ def test_users_never_hold_more_than_their_share_and_a_newcomer_always_gets_some(
     for owner, amount in held.items():
         shares.add(owner, -amount)
     assert shares.held == 0
+    for owner in held:
+        assert shares.share(owner) == shares.share("newcomer"), "it gave all back"
+        shares.take(owner, shares.share(owner))
+        shares.add(owner, -shares.held)

@@ -13,7 +13,7 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 pytest.importorskip("torch", reason="torch is not installed")
 
 import mlx.core as mx
-from edgepipe_mlx import MlxBackend
+from edgepipe_mlx import MlxBackend, own_kernels
 from edgepipe_mlx import backend as mlx_backend
 from edgepipe_mlx.blocks.checking import BLOCK_TYPES
 from edgepipe_mlx.blocks.kernels import MOST_ROWS, MOST_WITH_EXPERTS, BlockKernels, MetalKernels, ReferenceKernels
@@ -194,10 +194,11 @@ def logits_of(
 
 def with_kernels(monkeypatch: pytest.MonkeyPatch, found: BlockKernels | SlowPath) -> None:
     """Load as on Metal, and compute on the CPU."""
-    monkeypatch.setattr(mlx_backend, "checked_kernels", lambda _dtype: found)
-    monkeypatch.setattr(mlx_backend, "is_cpu", lambda _device: False)
+    monkeypatch.setattr(own_kernels, "checked_kernels", lambda _dtype: found)
+    for module in (mlx_backend, own_kernels):
+        monkeypatch.setattr(module, "is_cpu", lambda _device: False)
     monkeypatch.setattr(mlx_backend, "measure", lambda *_given: PROFILE)
-    monkeypatch.setattr(mlx_backend, "checked_pages", lambda _forms: ReferencePages())
+    monkeypatch.setattr(own_kernels, "checked_pages", lambda _forms: ReferencePages())
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
@@ -251,8 +252,8 @@ def test_without_kernels_weights_are_as_mlx_keeps_them(monkeypatch: pytest.Monke
     assert plain.slow_paths(BLOCK_SIZE) == ()
     assert [each.by for each in backend.packed_products()] == ["MLX"]
     assert backend.profile().packing == "mlx"
-    monkeypatch.setattr(mlx_backend, "packed_errors", lambda _types: iter(()))  # of MLX's own kernels
-    monkeypatch.setattr(mlx_backend, "page_errors", lambda _dtype: iter(()))
+    monkeypatch.setattr(mlx_backend, "packed_errors", lambda _types: iter(()))  # those of MLX
+    monkeypatch.setattr(own_kernels, "page_errors", lambda _dtype: iter(()))
     reasons = [each.reason for each in backend.kernel_errors() if each.reason]
     assert reasons == [MISSING.reason]
 

@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import mlx.core as mx
 from edgepipe_mlx import backend as mlx_backend
+from edgepipe_mlx import own_kernels
 from edgepipe_mlx.pages.kernels import MetalPages, PageKernels, ReferencePages
 
 from edgepipe.backend.types import SlowPath, StepRow
@@ -30,8 +31,9 @@ def on_metal(monkeypatch: pytest.MonkeyPatch) -> Callable[[PageKernels | SlowPat
     """Load as on Metal, and compute on the CPU."""
 
     def choose(found: PageKernels | SlowPath) -> None:
-        monkeypatch.setattr(mlx_backend, "is_cpu", lambda _device: False)
-        monkeypatch.setattr(mlx_backend, "checked_pages", lambda _forms: found)
+        for module in (mlx_backend, own_kernels):
+            monkeypatch.setattr(module, "is_cpu", lambda _device: False)
+        monkeypatch.setattr(own_kernels, "checked_pages", lambda _forms: found)
 
     return choose
 

@@ -23,8 +23,8 @@ from tests.support.models.recurrent_files import TINY, write_recurrent_gguf
 from tests.support.numerics.harness import Pipeline
 from tests.support.numerics.spec_reference import float_weights, reference_logits
 
-TOLERANCE = 1e-4  # of the largest logit
-CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last
+TOLERANCE = 1e-4  # share of the largest logit
+CHUNKS = (13, 1, 30, 1, 1)  # pieces of 70 tokens; the rest comes last
 OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
 
 

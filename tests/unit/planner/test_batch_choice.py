@@ -12,7 +12,7 @@ from edgepipe.scheduler.lengths import Lengths
 from edgepipe.scheduler.pacing import RingTimes
 from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.batch_choice import (
-    BatchFacts,
+    ChoiceFacts,
     ChoiceTimes,
     RingSketch,
     choose_way,
@@ -44,8 +44,8 @@ def sketched(imagined: Imagined) -> RingSketch:
     return sketch
 
 
-def facts(imagined: Imagined, lengths: tuple[Lengths, ...]) -> BatchFacts:
-    return BatchFacts(
+def facts(imagined: Imagined, lengths: tuple[Lengths, ...]) -> ChoiceFacts:
+    return ChoiceFacts(
         ring=sketched(imagined),
         num_blocks=imagined.limits.num_blocks,
         block_size=imagined.limits.block_size,
@@ -114,9 +114,9 @@ def test_the_fastest_way_is_taken_and_equal_ones_change_nothing(monkeypatch: pyt
 
 
 def test_the_child_gets_the_same_facts_and_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, seen = facts(cluster(), (Lengths(100, 10), Lengths(7, 3))), list[BatchFacts]()
+    known, seen = facts(cluster(), (Lengths(100, 10), Lengths(7, 3))), list[ChoiceFacts]()
 
-    def spied(asked: BatchFacts, way: str) -> float:
+    def spied(asked: ChoiceFacts, way: str) -> float:
         seen.append(asked)
         return float(len(way))
 

@@ -8,7 +8,7 @@ from edgepipe.backend.devices import device_models, named_device, reported_devic
 from edgepipe.planner.device_figures import FIGURES, predicted_figures
 from tests.unit.planner.test_usage_table import found_plan
 
-HOST_S = 1.3e-3  # of a step on CUDA, which the arithmetic below leaves out
+HOST_S = 1.3e-3  # part of a step on CUDA that the arithmetic below leaves out
 LLAMA, QWEN = "llama-3.1-8b:q4_k_m", "qwen3-30b-a3b:q4_k_m"
 
 

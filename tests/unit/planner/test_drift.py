@@ -7,7 +7,7 @@ import pytest
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.drift import Seen, corrected, departures
+from edgepipe.planner.drift import Departure, Seen, corrected, departures
 from edgepipe.planner.forecast import Forecast, Ring
 from edgepipe.planner.moving import MoveCost, move_cost, worth_moving
 from edgepipe.planner.placement import Placed
@@ -69,6 +69,10 @@ def seen(*, slower: float = 1.0, later_s: float = 0.0, rate: float = 1.0) -> See
 )
 def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[str]) -> None:
     assert [departure.place for departure in departures(forecast(), shown)] == left
+
+
+def test_a_time_without_a_plan_is_no_departure() -> None:
+    assert Departure(place="link 0-1", planned_s=0.0, seen_s=0.003, quantity="latency").size == 0
 
 
 def test_a_corrected_cluster_shows_what_the_ring_showed() -> None:

@@ -14,7 +14,7 @@ from edgepipe.scheduler import make_policy
 from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.interleaved import InterleavedTraffic
-from edgepipe.simulation.layouts import Layout, clusters_of, halves, merged, shares, verdict
+from edgepipe.simulation.layouts import DeviceLayout, clusters_of, halves, merged, shares, verdict
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.ring import RingTraffic
 from edgepipe.simulation.simulator import Run, simulate
@@ -43,7 +43,7 @@ def run(cluster: ImaginedCluster, work: Workload, *, micro_batches: int = 0) -> 
 
 
 def layout(kind: str, work: Workload) -> RunReport:
-    clusters = clusters_of(CLUSTER, Layout(kind=kind))
+    clusters = clusters_of(CLUSTER, DeviceLayout(kind=kind))
     reports = [run(each, share) for each, share in zip(clusters, shares(work, len(clusters)), strict=True)]
     return reports[0] if len(reports) == 1 else merged(reports)
 
@@ -112,7 +112,7 @@ def test_interleaved_slices_pay_for_twice_the_hops() -> None:
 )
 def test_what_cannot_be_laid_out_is_refused(cluster: ImaginedCluster, kind: str) -> None:
     with pytest.raises(ConfigInvalid):
-        clusters_of(cluster, Layout(kind=kind))
+        clusters_of(cluster, DeviceLayout(kind=kind))
 
 
 def test_more_slices_than_layers_are_refused() -> None:

@@ -91,6 +91,12 @@ def test_shares_and_experts_in_host_memory_go_together() -> None:
     assert layer_s(first, 16) < layer_s(speed.with_ram_percent(50), 16)
 
 
+def test_a_correction_by_the_ring_stays_for_experts_in_host_memory() -> None:
+    speed = TableSpeed(COST)
+    corrected = ScaledSpeed(speed, 2.0).with_ram_percent(50)
+    assert layer_s(corrected, 16) == pytest.approx(2.0 * layer_s(speed.with_ram_percent(50), 16))
+
+
 def test_every_machine_of_the_cluster_gets_them_and_a_correction_by_the_ring_stays() -> None:
     room = NodeRoom(node_id=NodeId("a"), name="a", free_bytes=10**11, bytes_per_weight=2)
     machine = Machine(room=room, device="M4 Max", speed=probed(EVEN))

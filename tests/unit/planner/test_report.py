@@ -3,7 +3,7 @@ import json
 import pytest
 
 from edgepipe.simulation.report import (
-    RequestRecord,
+    ObservedRequest,
     RunFacts,
     StepRecord,
     make_report,
@@ -14,8 +14,8 @@ from edgepipe.simulation.report import (
 FACTS = RunFacts(label="a", settings={"policy": "even"}, stage_names=("s0", "s1"), num_blocks=100, preemptions=2)
 
 
-def request(index: int = 0, *, arrival_s: float = 1.0, times: tuple[float, ...] = (3.0, 4.0, 6.0)) -> RequestRecord:
-    return RequestRecord(
+def request(index: int = 0, *, arrival_s: float = 1.0, times: tuple[float, ...] = (3.0, 4.0, 6.0)) -> ObservedRequest:
+    return ObservedRequest(
         index=index, arrival_s=arrival_s, prompt_tokens=10, token_times_s=times, cached_tokens=4 if index else 0
     )
 
@@ -70,7 +70,7 @@ def test_a_run_without_anything_has_figures_too() -> None:
 
 
 def test_failed_requests_are_counted_and_do_not_count_as_done() -> None:
-    failed = RequestRecord(index=1, arrival_s=0.0, prompt_tokens=5, token_times_s=(), error="queue full")
+    failed = ObservedRequest(index=1, arrival_s=0.0, prompt_tokens=5, token_times_s=(), error="queue full")
     report = make_report(FACTS, [request(), failed], [])
     assert (report.num_requests, report.num_failed) == (2, 1)
     assert report.requests_per_s == pytest.approx(1 / 6.0)
@@ -78,11 +78,8 @@ def test_failed_requests_are_counted_and_do_not_count_as_done() -> None:
 
 def test_a_report_survives_json() -> None:
     report = make_report(FACTS, [request(), request(1)], [step(1, start_s=0.0), step(2, start_s=1.0)])
-    whole = json.loads(json.dumps(report.to_dict(with_records=True)))
-    assert whole["output_tokens_per_s"] == report.output_tokens_per_s
-    assert whole["ttft_s"]["mean"] == report.ttft_s.mean
-    assert [record["index"] for record in whole["requests"]] == [0, 1]
-    assert [record["stages"][1] for record in whole["steps"]] == [[1.0, 1.5], [2.0, 2.5]]
-    short = json.loads(json.dumps(report.to_dict()))
-    assert whole.keys() - short.keys() == {"requests", "steps"}
-    assert short["facts"] == whole["facts"]
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["output_tokens_per_s"] == report.output_tokens_per_s
+    assert values["ttft_s"]["mean"] == report.ttft_s.mean
+    assert values["facts"]["settings"] == dict(FACTS.settings)
+    assert not values.keys() & {"requests", "steps"}, "the records are long"

@@ -29,7 +29,7 @@ from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import (
     Arrivals,
     FixedLengths,
-    Lengths,
+    LengthDistribution,
     LognormalLengths,
     Workload,
     WorkloadSpec,
@@ -84,7 +84,7 @@ def users(
     requests: int = 0,
     prompt: int = 64,
     output: int = 32,
-    lengths: Lengths | None = None,
+    lengths: LengthDistribution | None = None,
     **changes: object,
 ) -> Workload:
     fields = {

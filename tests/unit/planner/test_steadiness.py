@@ -64,4 +64,25 @@ def test_the_mildest_measurement_counts() -> None:
 
 def test_each_measurement_is_compared_with_its_own_load() -> None:
     assert not _told([1.0] * 20, every_s=5.0, sequences=(1, 16, 4))
-    assert _told([2.0] * 8, every_s=5.0, sequences=(1, 16, 4))
+    (found,) = _told([2.0] * 8, every_s=5.0, sequences=(1, 16, 4))
+    assert found.seen.sequences == 1, "the seventh measurement is 30 s behind the first"
+    assert found.seen.step_s[1] == pytest.approx(2.0 * _PLANNED.step_s[1]), "its forecast is that of the same load"
+
+
+def test_a_link_that_stays_late_shows_its_mildest_latency() -> None:
+    steadiness = Steadiness()
+    late_s = (0.030, 0.024, 0.028, 0.026, 0.024, 0.027, 0.025)
+    planned: Any = SimpleNamespace(step_s=_PLANNED.step_s, hops=(SimpleNamespace(upload_s=0.004, latency_s=0.008),))
+    found = [
+        steadiness.add(
+            planned,
+            Seen(micro_batches=1, sequences=1, step_s=_PLANNED.step_s, upload_s=(0.004,), one_way_s=(one_way_s,)),
+            now_s=1e6 + 5.0 * index,
+        )
+        for index, one_way_s in enumerate(late_s)
+    ]
+    assert found[:-1] == [None] * 6
+    assert found[-1] is not None
+    assert [(each.place, each.quantity) for each in found[-1].departures] == [("link 0-1", "latency")]
+    assert found[-1].seen.one_way_s == pytest.approx((0.024,))
+    assert (found[-1].seen.step_s, found[-1].seen.upload_s) == ((0.0, 0.0), (0.0,)), "all else is as planned"

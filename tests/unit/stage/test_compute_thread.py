@@ -271,16 +271,16 @@ async def test_the_loop_hears_of_a_step_after_the_next_one_is_submitted_unless_t
 
 
 async def test_the_loop_hears_of_a_step_before_the_thread_waits(compute: ComputeThread) -> None:
-    told = asyncio.Event()
+    reported = asyncio.Event()
     loop = asyncio.get_running_loop()
     compute.use(Recorder(2))  # pyright: ignore[reportArgumentType]
 
     class Sampled(Item):
         def done(self, output: StepOutput, span: StepSpan) -> None:
-            compute.later(lambda: loop.call_soon_threadsafe(told.set))
+            compute.later(lambda: loop.call_soon_threadsafe(reported.set))
 
     compute.put(Sampled(1))
-    await asyncio.wait_for(told.wait(), 20)
+    await asyncio.wait_for(reported.wait(), 20)
 
 
 async def test_another_thread_waits_for_a_function_between_steps(compute: ComputeThread) -> None:

@@ -20,7 +20,7 @@ from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.tier_file import PIECE_BYTES, Damaged, TierFile
 from edgepipe.system import SystemClock
-from edgepipe.wire.plans import DiskCopied, DiskCopies, keys_of
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, keys_of
 
 PLACES, PARTS = 4, (3, 2 * PIECE_BYTES + 5, PIECE_BYTES - 3)
 

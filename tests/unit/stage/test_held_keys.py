@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from edgepipe.backend.types import TierMove
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
-from edgepipe.wire.plans import keys_of
 from edgepipe.wire.sizes import MAX_HELD
+from edgepipe.wire.tiers import keys_of
 
 EPOCH = Epoch(1, EngineId("e"))
 

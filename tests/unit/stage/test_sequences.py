@@ -14,14 +14,8 @@ from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, samp
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.sequences import ScoredPart, SequenceTable
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import (
-    PlanRow,
-    Registration,
-    StepPlan,
-    plan_from_wire,
-    registrations_from_wire,
-    registrations_to_wire,
-)
+from edgepipe.wire.plans import PlanRow, StepPlan, plan_from_wire
+from edgepipe.wire.registrations import Registration, registrations_from_wire, registrations_to_wire
 from tests.support.engine.wire_plans import plan_to_wire
 
 NUM_BLOCKS = 64

@@ -14,7 +14,8 @@ from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import Registration, StepPlan, plan_from_wire
+from edgepipe.wire.plans import StepPlan, plan_from_wire
+from edgepipe.wire.registrations import Registration
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2
 

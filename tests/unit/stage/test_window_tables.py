@@ -15,7 +15,8 @@ from edgepipe.scheduler import ScheduledStep, WindowBlocks
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.wire.common import epoch_to_wire
-from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan, plan_from_wire
+from edgepipe.wire.plans import NewWindow, PlanRow, StepPlan, plan_from_wire
+from edgepipe.wire.registrations import Registration
 from edgepipe.wire.steps import step_to_wire
 
 POOL = WindowPool(window=8, slack=4, num_blocks=10, block_size=4)

@@ -15,7 +15,7 @@ from edgepipe.engine.pump import Pump
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.log import RequestLog
-from edgepipe.wire.plans import HeldPlaces, keys_of
+from edgepipe.wire.tiers import HeldPlaces, keys_of
 from tests.support.cluster.claims import RECEIVERS, Receiver, bounded_work
 from tests.support.cluster.fuzz_messages import MessageFuzzer
 

@@ -18,7 +18,7 @@ from edgepipe.errors import EdgepipeError, NodeUnreachable, RemoteProtocolError
 from edgepipe.planner import profiles
 from edgepipe.sampling.bounds import Within
 from edgepipe.spec.facts import LayerRange
-from edgepipe.wire import children, common, engines, nodes, plans, serving, trust
+from edgepipe.wire import children, common, engines, nodes, pipelines, serving, tiers, trust
 from edgepipe.wire.bounds import MESSAGE_BOUNDS
 from edgepipe.wire.bounds.rules import Most, Rule
 from edgepipe.wire.codec import from_wire, to_wire
@@ -27,12 +27,12 @@ from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2, stage_pb2, trust_
 MODULES = (common_pb2, engine_pb2, node_pb2, stage_pb2, trust_pb2)
 VALUES = [
     kind
-    for module in (children, common, engines, nodes, serving, trust)
+    for module in (children, common, engines, nodes, serving, tiers, trust)
     for kind in vars(module).values()
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
-] + [plans.OpenRing, plans.PipelineSpec, StageSettings]
+] + [pipelines.OpenRing, pipelines.PipelineSpec, StageSettings]
 NAMES: dict[type[Any], str] = {  # where the message has another
-    plans.PipelineSpec: "OpenPipeline",
+    pipelines.PipelineSpec: "OpenPipeline",
     profiles.Point: "ProfilePoint",
 }
 NUMBERS = {int: st.integers(1, 60_000), float: st.floats(-1e9, 1e9), bool: st.booleans()}

@@ -19,7 +19,7 @@ from edgepipe.wire.intake import (
     registration_fault,
     submission_refusal,
 )
-from edgepipe.wire.plans import Registration
+from edgepipe.wire.registrations import Registration
 from edgepipe.wire.requests import Submission
 
 MODEL = ModelBounds(vocab_size=1000, context_length=64)

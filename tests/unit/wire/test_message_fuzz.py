@@ -25,7 +25,7 @@ from edgepipe.wire.bounds.rules import Checked
 from tests.support.cluster.fuzz_messages import MessageFuzzer, fields_of, methods
 from tests.support.cluster.message_feeders import FEW, Feeder, Folders, feeders
 
-MAX_INPUT_S = 2.0  # of the processor, for one message
+MAX_INPUT_S = 2.0  # processor time for one message
 MAX_GROWTH_BYTES = 32 << 20
 UNREAD = ("Engine/Describe", "Engine/Trace")  # their feeders take nothing
 HIGHEST = {

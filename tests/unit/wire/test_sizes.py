@@ -18,14 +18,8 @@ from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_GRAMMAR_BYTES
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.intake import MAX_ID_BYTES, MAX_REQUEST_IDS, check_submission, submission_refusal
-from edgepipe.wire.plans import (
-    Registration,
-    StepDone,
-    done_to_wire,
-    registration_bytes,
-    registrations_from_wire,
-    registrations_to_wire,
-)
+from edgepipe.wire.registrations import Registration, registration_bytes, registrations_from_wire, registrations_to_wire
+from edgepipe.wire.reports import StepDone, done_to_wire
 from edgepipe.wire.requests import Submission, command_to_wire
 from edgepipe.wire.sizes import MAX_END_IDS, PACKED_BYTES
 from edgepipe.wire.v1 import stage_pb2

@@ -66,7 +66,7 @@ def worst_gated_error(
     tiled.fill(0, weight)
     exact = weight.float32().astype(np.float64)
     bias = torch.from_numpy(rng.standard_normal(2 * features, np.float32)).to(torch.bfloat16)
-    size = np.abs(exact).sum(axis=1).mean()  # so that gates are where their activations bend
+    size = np.abs(exact).sum(axis=1).mean()  # this size puts gates where their activations bend
     errors: list[npt.NDArray[np.float64]] = []
     for count in rows:
         x = torch.from_numpy(rng.standard_normal((count, weight.shape[1]), np.float32) * 16 / size).to(torch.bfloat16)

@@ -119,7 +119,7 @@ class _Pool(NamedTuple):
 
     stored: Tensor | Codes
     said: Values
-    newest: Values  # what is said by those that a row reads with more bits; else the same
+    newest: Values  # values for rows that read them with more bits; else the same as ``said``
 
 
 def _random_pool(

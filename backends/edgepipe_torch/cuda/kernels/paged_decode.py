@@ -23,7 +23,7 @@ TILE_KEYS = 64
 _HEAD_TILES = (1, 2, 4)  # sizes in tiles of 16 heads of a block
 _MOST_PARTS = 256
 _ALIGNED_BYTES, _ALIGNED_NUMBERS = 16, 8  # alignment of one read, which takes 8 numbers of bf16
-_BITS = {"": 16, KV_8BIT: 8, KV_4BIT: 4}  # of a number, by the form of KV
+_BITS = {"": 16, KV_8BIT: 8, KV_4BIT: 4}  # bits of a number, by the form of KV
 _TYPES = {"": torch.bfloat16, KV_8BIT: torch.int8, KV_4BIT: torch.uint8}
 
 

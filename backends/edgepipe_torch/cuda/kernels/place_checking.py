@@ -25,13 +25,13 @@ from edgepipe_torch.layers.kv_codes import (
 from edgepipe_torch.layers.step_ops import HeadNorms
 
 _BF16_ROUNDING = 2.0**-8  # rounding of a value
-_HALF_ROUNDING = 2.0**-11  # of a scale in float16
+_HALF_ROUNDING = 2.0**-11  # rounding of a scale in float16
 _FLOAT32_SUMS = 2.0**-18  # tolerance relative to the largest value of a head
 _EPS = 0.25  # large enough to matter
 _SLOTS = 21
 _UNTOUCHED = -128  # no code of 8 bits
 _UNTOUCHED_BYTE = 0xA5
-_SCALE_ROUNDING = 1 / 16  # of a scale with three bits behind the point
+_SCALE_ROUNDING = 1 / 16  # rounding of a scale with three bits behind the point
 _LEAST_FOUR_BIT_SCALE = 2.0**-20
 
 Values = npt.NDArray[np.float64]
@@ -60,19 +60,17 @@ CASES = (
     PlacedCase(rows=2, heads=3, kv_heads=1, dim=576, turned=0, normalised=(False,) * 3, has_values=False),
     PlacedCase(
         rows=2, heads=2, kv_heads=1, dim=96, turned=8, normalised=(False,) * 3
-    ),  # whose rotation is in half a warp
+    ),  # half a warp holds their rotation
     PlacedCase(rows=9, heads=5, kv_heads=1, dim=256, turned=32, normalised=(True,) * 3),
 )
 
 
-def worst_place_error(
-    kernel: PlaceHeads, device: torch.device, cases: Sequence[PlacedCase] = CASES, *, kv: str = ""
-) -> float:
+def worst_place_error(kernel: PlaceHeads, device: torch.device, *, kv: str = "") -> float:
     """Return the largest error of placed heads, in units of its bound; NaN counts as infinite.
 
     ``kv``: form of the pool's KV, of those with own kernels; empty: bf16.
     """
-    fitting = (case for case in cases if kv != KV_4BIT or case.dim % 32 == 0)
+    fitting = (case for case in CASES if kv != KV_4BIT or case.dim % 32 == 0)
     return max(place_error(kernel, case, device, kv=kv) for case in fitting)
 
 

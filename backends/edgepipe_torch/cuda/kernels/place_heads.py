@@ -16,7 +16,7 @@ from edgepipe_torch.cuda.kernels.products import WARPS
 from edgepipe_torch.layers.kv_codes import LEAST_SCALE, SCALE_FACTOR, FourBits
 from edgepipe_torch.layers.step_ops import HeadNorms
 
-_PAIR_BYTES = 4  # of two neighbours in bf16, which one lane reads at once
+_PAIR_BYTES = 4  # two neighbours in bf16, which one lane reads at once
 _GROUP = 32  # values of a scale of 4 bits, which half a warp has
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from edgepipe.spec.layer_spec import Router
@@ -22,13 +20,11 @@ _ROUTERS = (
 """With each, whether scores are corrected."""
 
 
-def worst_routing_error(
-    routing: RoutingKernels, device: torch.device, *, shapes: Sequence[tuple[int, int, int]] = _SHAPES
-) -> float:
+def worst_routing_error(routing: RoutingKernels, device: torch.device) -> float:
     """Return the largest error of weights and sums, in units of its bound. Another choice or NaN counts as infinite."""
     made = torch.Generator().manual_seed(9)
     errors = [_sum_error(routing, device, made), _gated_error(routing, device, made)]
-    for rows, experts, used in shapes:
+    for rows, experts, used in _SHAPES:
         logits, added = 3 * torch.randn(rows, experts, generator=made), torch.randn(experts, generator=made)
         for how, corrected in _ROUTERS:
             correction = added if corrected else None

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from edgepipe.gateway.content_parts import MAX_PARTS
-from edgepipe.gateway.schema import LongText, Text, WithoutNulls, misfit
+from edgepipe.gateway.schema import LongText, Text
+from edgepipe.gateway.strict_body import WithoutNulls, misfit
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a line of Claude Code's instructions that may differ in each request, so that no prompt would stay cached."""
@@ -21,7 +22,6 @@ _NEEDED = {
     "tool_result": ("tool_use_id",),
 }
 _OF_USER = ("text", "tool_result")
-_OF_ASSISTANT = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
 def _block_list(value: object) -> object:
@@ -44,7 +44,7 @@ class Block(WithoutNulls):
     name: Text | None = None
     input: Annotated[LongText | None, BeforeValidator(_as_json, json_schema_input_type=dict[str, Any])] = None
     tool_use_id: Text | None = None
-    content: Blocks | None = None  # of a result
+    content: Blocks | None = None  # content of a result
     is_error: bool = False
 
     @model_validator(mode="after")

@@ -11,29 +11,23 @@ from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.other_fields import ANTHROPIC, RefusedFields
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.blocks import Block, Blocks, Turn, instructions
+from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS, JsonSize
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
-    MAX_SCHEMA_CHARS,
     MAX_STOPS,
     MAX_TOKEN_ID,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
     ChatBody,
-    JsonSize,
     LongText,
     StopString,
-    StrictBody,
     Text,
     TokenLimit,
     TokenLimitFromZero,
-    WithoutNulls,
-    misfit,
-    validate,
 )
+from edgepipe.gateway.strict_body import StrictBody, WithoutNulls, misfit, validate
 from edgepipe.gateway.tool_choice import MAX_NAME_CHARS
 from edgepipe.safe_text import one_line
 
-_MAX_BLOCKS = 8192  # of all turns together
+_MAX_BLOCKS = 8192  # bound on all turns together
 _OWN_TOOLS = (None, "custom")  # types of tools that the client runs itself
 
 
@@ -84,7 +78,7 @@ def _few(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-class Choice(WithoutNulls):
+class ToolChoiceBody(WithoutNulls):
     """Which tools the answer calls."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -92,7 +86,7 @@ class Choice(WithoutNulls):
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _has_name(self) -> Choice:
+    def _has_name(self) -> ToolChoiceBody:
         if self.type == "tool" and self.name is None:
             raise misfit("name", "name is required for a tool_choice of type 'tool'")
         return self
@@ -150,7 +144,7 @@ class CountBody(StrictBody):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
     system: Annotated[Blocks, AfterValidator(_only_text)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_few)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 

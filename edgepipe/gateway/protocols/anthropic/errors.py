@@ -8,7 +8,7 @@ from edgepipe.errors import CapacityError, GrammarNotReady, NoFeasiblePlacement,
 from edgepipe.gateway.problems import HttpProblem
 
 OVERLOADED = 529  # Anthropic's status; its clients wait and try again
-_BUSY_CODES = ("busy", "too_many_connections")  # of problems of this machine
+_BUSY_CODES = ("busy", "too_many_connections")  # codes of this machine's own problems
 
 _TYPES = {
     401: "authentication_error",

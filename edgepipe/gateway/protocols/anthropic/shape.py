@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from edgepipe.gateway.completion_service import PreparedCompletion
-from edgepipe.gateway.json_pieces import Piece, TextParts, compact, encoded, json_pieces
+from edgepipe.gateway.json_pieces import JsonPiece, TextParts, compact, encoded, json_pieces
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.errors import anthropic_error
 from edgepipe.gateway.protocols.shape import GatheredChoice
@@ -28,11 +28,11 @@ class MessagesShape:
         self._message_id = message_id
         self._shows_thinking = shows_thinking
         self._stops = prepared.completion.stops
-        self._open = ""  # what the open block holds: thinking, text, or the index of a call; empty: no block is open
-        self._index = -1  # of the last block
+        self._open = ""  # content of the open block: thinking, text, or the index of a call; empty: no block is open
+        self._index = -1  # index of the last block
         self._reason, self._stopped_by = "stop", ""
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
         (choice,) = choices
         self._reason, self._stopped_by = choice.finish_reason, choice.stopped_by

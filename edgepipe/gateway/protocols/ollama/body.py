@@ -12,21 +12,9 @@ from pydantic import Field, model_validator
 from edgepipe.gateway.models import Assets
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import bad_request
-from edgepipe.gateway.schema import (
-    MAX_MESSAGES,
-    MAX_SCHEMA_CHARS,
-    MAX_TOKEN_ID,
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    JsonSize,
-    LongText,
-    Penalty,
-    RawTools,
-    Stops,
-    Text,
-    WithoutNulls,
-    misfit,
-)
+from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS, MAX_TOOLS, JsonSize, RawTools
+from edgepipe.gateway.schema import MAX_MESSAGES, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, LongText, Penalty, Stops, Text
+from edgepipe.gateway.strict_body import WithoutNulls, misfit
 from edgepipe.gateway.unloading import keep_s
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}

@@ -20,13 +20,8 @@ from edgepipe.gateway.protocols.answering import Answering
 from edgepipe.gateway.protocols.ollama.body import OllamaBody, OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.protocols.ollama.shape import OllamaShape, line_pieces, time_text
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.schema import (
-    MAX_TOKEN_ID,
-    BodyT,
-    ChatBody,
-    CompletionBody,
-    validate,
-)
+from edgepipe.gateway.schema import MAX_TOKEN_ID, ChatBody, CompletionBody
+from edgepipe.gateway.strict_body import BodyT, validate
 
 _MOST_LEFT_S = 1e9  # a longer time means for ever
 # The version whose API this is (the first with log-probabilities); some clients refuse older servers.

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.gateway.completion_service import PreparedCompletion
-from edgepipe.gateway.json_pieces import Piece, TextParts, json_parts, json_pieces, pieces
+from edgepipe.gateway.json_pieces import JsonPiece, TextParts, json_parts, json_pieces, pieces
 from edgepipe.gateway.logprobs import Scored, chat_logprobs
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.shape import GatheredChoice, WholeCall
@@ -33,7 +33,7 @@ class OllamaShape:
         self._reason = "stop"
         self._calls: list[CallDelta] = []
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
         (choice,) = choices
         self._reason = choice.finish_reason

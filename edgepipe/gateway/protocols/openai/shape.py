@@ -17,7 +17,7 @@ from edgepipe.gateway.completion_service import PreparedCompletion
 from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.json_pieces import (
     PIECE_CHARS,
-    Piece,
+    JsonPiece,
     TextParts,
     compact,
     encoded,
@@ -171,7 +171,7 @@ class ChatShape(_EventShape):
     def __init__(self, head: Head, prepared: PreparedCompletion, *, streams: bool) -> None:
         super().__init__(head, prepared, kind="chat.completion.chunk" if streams else "chat.completion")
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
         body: dict[str, Any] = self._fields | {
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
@@ -239,7 +239,7 @@ class TextShape(_EventShape):
         ]
         self._begun: set[int] = set()  # choices with a sent echo
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
         entries: list[dict[str, Any]] = []
         for index, choice in enumerate(choices):

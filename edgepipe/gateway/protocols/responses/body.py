@@ -13,18 +13,9 @@ from edgepipe.gateway.other_fields import RESPONSES, RefusedFields
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.responses.items import MAX_ITEMS, InputItem, messages_of
 from edgepipe.gateway.protocols.responses.tools import FlatTools, flat_choice, flat_tools
-from edgepipe.gateway.schema import (
-    MAX_SCHEMA_CHARS,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
-    ChatBody,
-    Effort,
-    JsonSize,
-    Text,
-    TokenLimit,
-    WithoutNulls,
-    validate,
-)
+from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS, JsonSize
+from edgepipe.gateway.schema import ChatBody, Effort, Text, TokenLimit
+from edgepipe.gateway.strict_body import WithoutNulls, validate
 
 _PARAMS = {
     "messages": "input",

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from edgepipe.gateway.content_parts import MAX_PARTS, Content, LongText
 from edgepipe.gateway.json_pieces import compact
-from edgepipe.gateway.schema import Text, WithoutNulls, misfit
+from edgepipe.gateway.schema import Text
+from edgepipe.gateway.strict_body import WithoutNulls, misfit
 
 MAX_ITEMS = 8192
 _ROLES = ("user", "assistant", "system", "developer")
@@ -84,7 +85,7 @@ class InputItem(WithoutNulls):
     type: Text = "message"
     id: Text | None = None
     role: Text | None = None
-    content: Content = None  # of a message, or of reasoning
+    content: Content = None  # content of a message, or of reasoning
     call_id: Text | None = None
     name: Text | None = None
     namespace: Text | None = None

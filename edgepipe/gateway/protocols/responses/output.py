@@ -30,7 +30,7 @@ class OutputItem:
     kind: Kind
     item_id: str
     index: int
-    form: ToolForm  # of a call
+    form: ToolForm  # form of a call
     call_id: str = ""
     texts: list[str] = field(default_factory=list[str])  # the text so far, or the arguments or input of a call
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
@@ -93,7 +93,7 @@ class Output:
         self._suffix = suffix
         self._form = form
         self._open: OutputItem | None = None
-        self._call_index = -1  # of the open call in the choice's calls
+        self._call_index = -1  # index of the open call in the choice's calls
         self._arguments: list[str] = []  # JSON of the open call of a custom tool
 
     def add(self, delta: Delta) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.gateway.completion_service import PreparedCompletion
-from edgepipe.gateway.json_pieces import Piece, compact, encoded, json_parts, json_pieces, pieces
+from edgepipe.gateway.json_pieces import JsonPiece, compact, encoded, json_parts, json_pieces, pieces
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.responses.output import Change, Output, OutputItem
 from edgepipe.gateway.protocols.shape import GatheredChoice
@@ -86,9 +86,9 @@ class ResponsesShape:
         self._output = output
         self._now_s = now_s
         self._on_end = on_end
-        self._number = 2  # of the next event; the opening has two
+        self._number = 2  # number of the next event; the opening has two
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[JsonPiece]:
         """See Shape."""
         (choice,) = choices
         delta = Delta(

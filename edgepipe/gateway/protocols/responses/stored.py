@@ -47,7 +47,7 @@ class ResponseStore:
         self._most = most
         self._most_bytes = most_bytes
         self._stored_s = stored_s
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # by owner and id, oldest first
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # keys are owner and id, oldest first
         self._held = Counter[str]()  # bytes by owner
 
     @property

@@ -36,7 +36,7 @@ class FlatTools:
 
     tools: list[Fields] = field(default_factory=list[Fields])
     places: list[str] = field(default_factory=list[str])  # the field of each tool, such as ``tools.3.tools.0``
-    forms: dict[str, ToolForm] = field(default_factory=dict[str, ToolForm])  # by the name in the common form
+    forms: dict[str, ToolForm] = field(default_factory=dict[str, ToolForm])  # keys are names in the common form
     left_out: set[str] = field(default_factory=set[str])  # types of tools without a function
     notes: list[Note] = field(default_factory=list[Note])
 

@@ -40,7 +40,7 @@ class ChaosCluster:
     nodes: Nodes
     names: tuple[str, ...]
     flags: dict[str, Any]
-    own_flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by node
+    own_flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # keys are nodes
     model: str = MODEL
     config: ModelConfig = CONFIG
     http_port: int = 0  # where this process reaches the first node's gateway

@@ -18,7 +18,7 @@ from tests.support.faults.chaos.cluster import MODEL, chaos_cluster
 from tests.support.processes.nodes import kv_is_free
 
 _BLOCKS = 512
-_PREFIX_TOKENS = 200  # that prompts share: more than ten blocks, which later ones copy from those who hold them
+_PREFIX_TOKENS = 200  # tokens that prompts share: more than ten blocks, which later prompts copy from earlier ones
 _MOMENTS = (None, None, 0, 1, 2, 5)  # tokens that a client takes; None: it leaves before it is answered at all
 _SOON_S = 0.3  # within which a client leaves that waits for no token
 _LATE_S = 1.5  # within which every other client leaves, whatever it has been given

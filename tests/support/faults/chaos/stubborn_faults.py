@@ -23,7 +23,7 @@ from tests.support.faults.chaos.cluster import MODEL, ChaosCluster, chaos_cluste
 from tests.support.faults.chaos.nemesis import LOOK_S
 from tests.support.faults.history import Ended
 
-_KILLS = 4  # of the engine within a minute; they once ended it for ever
+_KILLS = 4  # kills of the engine within a minute; they once ended it for ever
 _CONTEXT = 40_960
 _PROMPT_TOKENS = 36_000
 _CHUNKS_S = 0.3  # some chunks of the long prompt

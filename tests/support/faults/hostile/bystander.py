@@ -31,7 +31,7 @@ class Waits:
     longest_s: float = 0.0  # without a new token: the first of an answer, refusals and errors included
     cut_off: bool = False  # whether the longest wait had not ended yet
     num_answers: int = 0
-    refused: Counter[str] = field(default_factory=Counter[str])  # by status, or "broken"
+    refused: Counter[str] = field(default_factory=Counter[str])  # keys are statuses, or "broken"
     wrong: list[str] = field(default_factory=list[str])  # answers with other tokens than the right ones
 
 
@@ -45,7 +45,7 @@ class Bystander:
         self._numbers = itertools.count(1)
         self._moved = asyncio.Event()
         self._since_s: dict[str, float] = {}
-        self._counts: Counter[str] = Counter()  # of whole answers
+        self._counts: Counter[str] = Counter()  # counts of whole answers
 
     async def learn(self) -> None:
         """Ask each question alone: that answer is the right one ever after."""

@@ -29,7 +29,7 @@ class HostileCase:
     strike: Callable[[User, bool], Awaitable[None]]
     answers: str = "2xx"  # what the user should get, as a prediction
     seconds: float = 6.0  # after which the user's connections end, whatever was answered
-    times: int = 1  # that it is measured: quick ones twice
+    times: int = 1  # measurements of this case: quick ones twice
 
 
 def _ask(**fields: Any) -> dict[str, Any]:

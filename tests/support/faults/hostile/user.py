@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.gateways.http_calls import named_field
 
-KEPT_BYTES = 64 << 10  # of each answer; answers of hundreds of MB are read and dropped
+KEPT_BYTES = 64 << 10  # bytes kept of each answer; answers of hundreds of MB are read and dropped
 _PIECE_BYTES = 256 << 10
 _MAY_REFUSE = frozenset({400, 408, 413, 429, 431, 503})
 
@@ -26,7 +26,7 @@ class Answer:
     what: str  # the request, for people
     status: int
     text: str = ""  # the beginning of its body
-    num_bytes: int = 0  # of the whole body
+    num_bytes: int = 0  # size of the whole body
     retry_after: bool = False
 
     def complaint(self) -> str:

@@ -36,9 +36,9 @@ _WRITE_S = 5.0  # a node that reads no more may take so long before the rogue gi
 class RogueSettings:
     """What the rogue is started with. All data directories hold genuine identities of the cluster."""
 
-    data_dir: str  # of the rogue
-    former_owner: str  # of an owner that was removed, whose key is in the rogue's hands
-    owner: str  # of an owner, whose key is in the rogue's hands, too
+    data_dir: str  # folder of the rogue
+    former_owner: str  # name of an owner that was removed; the rogue has its key
+    owner: str  # name of an owner; the rogue has its key, too
     honest: Mapping[str, str]  # address by node id
 
 
@@ -114,11 +114,11 @@ class Rogue:
         self.greeting = Hello(role="node", node_id=self.node_id, node_name="rogue", cluster_id=self.store.cluster_id)
         self.hello = hello_to_wire(self.greeting)
         self.lines = [Line(self, node_id, address) for node_id, address in settings.honest.items()]
-        self.prompts = 0  # that somebody sent here
-        self.manifest = b""  # that its Weights service hands out
-        self.files: dict[str, bytes] = {}  # of that manifest; others are endless
+        self.prompts = 0  # prompts that others sent here
+        self.manifest = b""  # manifest that its Weights service hands out
+        self.files: dict[str, bytes] = {}  # files of that manifest; others are endless
         self.error = EdgepipeError("no")  # what it answers to calls of no use to it
-        self.template = pb.Beat()  # of every beat that it says
+        self.template = pb.Beat()  # the beat that each of its beats begins as
         self._address = ""
         self._sequence = 0
         self._version = 0

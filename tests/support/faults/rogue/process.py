@@ -27,7 +27,7 @@ class Outcome:
     """What the rogue says of an attack."""
 
     complaints: tuple[str, ...]  # what was let through
-    prompts: int  # that it was sent since it began
+    prompts: int  # prompts that others sent it since it began
     took_s: float
 
 
