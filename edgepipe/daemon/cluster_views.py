@@ -18,8 +18,8 @@ from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.serving.replica_facts import as_recorded, number_of
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.serve_rules import place_of
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import (
@@ -78,8 +78,12 @@ class ClusterViews:
         )
 
     def _engines(self) -> list[EngineState]:
-        """Return all engines, replicas in order, with the further names that the records give their models."""
-        found = self._with_names(engine for node in self.peers.nodes() for engine in node.engines)
+        """Return all engines, replicas in order, with what the records say of their models."""
+        found = self._with_names(
+            as_recorded(engine, self.book.held(engine.pipeline_id))
+            for node in self.peers.nodes()
+            for engine in node.engines
+        )
         return sorted(found, key=lambda engine: (engine.model, engine.replica))
 
     def _with_names(self, engines: Iterable[EngineState]) -> list[EngineState]:
@@ -170,19 +174,19 @@ class ClusterViews:
 
 def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) -> list[EngineState]:
     """Return the engines of wanted models that no reachable node runs: a gateway asks clients to try again."""
-    running = {(engine.model, max(1, engine.replica)) for engine in engines}
+    running = {engine.pipeline_id for engine in engines}
     return [
         EngineState(
             model=body.spec.model,
             num_replicas=body.spec.num_replicas,
-            replica=body.spec.replica,
+            replica=number_of(body),
             pipeline_id=body.pipeline_id,
             epoch=Epoch(0, EngineId("")),
             state="starting",
             message="no reachable machine runs its engine now",
         )
         for body in wanted
-        if place_of(body.spec) not in running
+        if body.pipeline_id not in running
     ]
 
 
