@@ -18,7 +18,6 @@ from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children
-from edgepipe.daemon.serving.replica_facts import as_recorded, number_of
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.wire.engines import EngineState
@@ -61,7 +60,7 @@ class ClusterViews:
     def for_gateway(self) -> ClusterView:
         """Return the served models whose metadata is here, with their engines, and those whose engine is away."""
         engines = self._engines()
-        away = self._with_names(engines_away(self.book.served(), engines))
+        away = self._with_names(map(self.book.numbered, engines_away(self.book.served(), engines)))
         paths = [self.models.metadata_path(engine.model, engine.manifest_hash) for engine in engines]
         return ClusterView(
             cluster_id=self.trust.store.cluster_id,
@@ -79,11 +78,7 @@ class ClusterViews:
 
     def _engines(self) -> list[EngineState]:
         """Return all engines, replicas in order, with what the records say of their models."""
-        found = self._with_names(
-            as_recorded(engine, self.book.held(engine.pipeline_id))
-            for node in self.peers.nodes()
-            for engine in node.engines
-        )
+        found = self._with_names(self.book.numbered(engine) for node in self.peers.nodes() for engine in node.engines)
         return sorted(found, key=lambda engine: (engine.model, engine.replica))
 
     def _with_names(self, engines: Iterable[EngineState]) -> list[EngineState]:
@@ -178,8 +173,6 @@ def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) ->
     return [
         EngineState(
             model=body.spec.model,
-            num_replicas=body.spec.num_replicas,
-            replica=number_of(body),
             pipeline_id=body.pipeline_id,
             epoch=Epoch(0, EngineId("")),
             state="starting",

@@ -11,7 +11,6 @@ from edgepipe.addresses import host_and_port
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import PublishedState
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
-from edgepipe.daemon.serving.replica_facts import as_recorded
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable
 from edgepipe.ids import Epoch, PipelineId
@@ -35,11 +34,7 @@ class EngineFollower:
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node, with what the records say of its model's pipelines."""
-        return [
-            (node, as_recorded(engine, self.book.held(engine.pipeline_id)))
-            for node in self.peers.nodes()
-            for engine in node.engines
-        ]
+        return [(node, self.book.numbered(engine)) for node in self.peers.nodes() for engine in node.engines]
 
     def running(self, model: str) -> list[tuple[NodeState, EngineState]]:
         """Return the model's engines that run or start, one for each pipeline, in the order of their numbers."""
@@ -53,7 +48,7 @@ class EngineFollower:
     def engine_of(self, node_id: str, pipeline_id: str) -> EngineState | None:
         """Return a node's engine of a pipeline; None without one. Raises NodeUnreachable."""
         engines = (engine for engine in self.peers.node(node_id).engines if engine.pipeline_id == pipeline_id)
-        return next((as_recorded(engine, self.book.held(pipeline_id)) for engine in engines), None)
+        return next((self.book.numbered(engine) for engine in engines), None)
 
     async def follow(
         self, pipelines: Sequence[tuple[str, PipelineId]], *, after: Epoch | None = None

@@ -31,7 +31,7 @@ from edgepipe.daemon.serving.replica_change import (
 )
 from edgepipe.daemon.serving.replica_facts import ReplicaFacts, number_of
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.serve_rules import place_of
+from edgepipe.daemon.serving.serve_rules import lead, place_of
 from edgepipe.daemon.serving.spec_room import pipeline_spec
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import EdgepipeError, NodeUnreachable, NoFeasiblePlacement, PlanInvalid
@@ -62,7 +62,7 @@ class _Work:
     """A change under way."""
 
     model: LocalModel  # as the first pipeline has it
-    lead: ServeSpec  # of the first pipeline: the new ones are served alike
+    first: ServeSpec  # of the first pipeline: the new ones are served alike
     found: Regrouping
     change: ReplicaChange
     auto: bool
@@ -117,7 +117,7 @@ class ReplicaChanges:
             return
         with self._alone(bodies):
             yield ServeEvent(message=f"placing the pipelines of {model.name}")
-            model = await self._as_lead(model, bodies[0].spec)
+            model = await self._as_first(model, bodies[0].spec)
             inputs = await self._inputs(model, bodies, concurrency)
             count = wanted.num_replicas or await asyncio.to_thread(best_number, *inputs)
             if count == len(bodies):
@@ -139,17 +139,17 @@ class ReplicaChanges:
         bodies = self._bodies(model_name)
         if not bodies:
             return False
-        lead = bodies[0].spec
+        first = bodies[0].spec
         with self._alone(bodies):
-            stored = await self.models.adopt(model_name, manifest_hash=lead.manifest_hash)
-            model = await self._as_lead(stored, lead)
-            inputs = await self._inputs(model, bodies, lead.concurrency)
+            stored = await self.models.adopt(model_name, manifest_hash=first.manifest_hash)
+            model = await self._as_first(stored, first)
+            inputs = await self._inputs(model, bodies, first.concurrency)
             ours = {*self._idle(bodies), *(node_id for body in bodies for node_id in _nodes_of(body))}
             inputs = inputs._replace(machines=[each for each in inputs.machines if each.node_id in ours])
             found = await asyncio.to_thread(with_more, *inputs, running=[*map(_nodes_of, bodies)])
             if found is None:
                 return False
-            work = self._work(model, bodies, found, auto=True, concurrency=lead.concurrency)
+            work = self._work(model, bodies, found, auto=True, concurrency=first.concurrency)
             async for event in self._carry_out(work):
                 logger.info("%s", event.message)
         return True
@@ -187,11 +187,11 @@ class ReplicaChanges:
                 fact=f"one starts on {places} now" if coming else "another command on this machine changes them",
                 next_step="see 'edgepipe ps', then type the command again",
             )
-        lead = bodies[0].spec
-        if lead.fixed or lead.first:
+        first = bodies[0].spec
+        if first.fixed or first.first:
             raise PlanInvalid(
                 f"{model} was placed by hand",
-                fact=f"it is served with {'--plan' if lead.fixed else '--first'}; the planner places replicas",
+                fact=f"it is served with {'--plan' if first.fixed else '--first'}; the planner places replicas",
                 next_step=f"edgepipe stop {model}, then serve it with --replicas",
             )
         self._open.add(model)
@@ -218,21 +218,21 @@ class ReplicaChanges:
 
         ``model``: as the first pipeline has it.
         """
-        lead = bodies[0].spec
+        first = bodies[0].spec
         own = frozenset(body.pipeline_id for body in bodies)
-        cluster = cluster_of(await self.surveyor.known(model, lead.settings, own=own, measure=self._idle(bodies)))
-        whole = replace(lead, replica=0, num_replicas=0, concurrency=concurrency, throughput=True)
-        must_keep = lead.settings.context_length if lead.must_keep_context else 0
+        cluster = cluster_of(await self.surveyor.known(model, first.settings, own=own, measure=self._idle(bodies)))
+        whole = replace(first, replica=0, num_replicas=0, concurrency=concurrency, throughput=True)
+        must_keep = first.settings.context_length if first.must_keep_context else 0
         present = {name for machine in cluster.machines for name in (machine.name, str(machine.node_id))}
         return _Inputs(
             demand=demand_of(model.config, whole, weights=model.weights, must_keep_tokens=must_keep),
             machines=cluster.machines,
             links=replace(cluster.links, assumed=UNMEASURED),
             constraints=Constraints(
-                num_nodes=lead.num_nodes,
-                exclude=tuple(name for name in lead.exclude if name in present),
-                first=lead.first,
-                experts_in_ram=lead.experts_in_ram,
+                num_nodes=first.num_nodes,
+                exclude=tuple(name for name in first.exclude if name in present),
+                first=first.first,
+                experts_in_ram=first.experts_in_ram,
             ),
         )
 
@@ -245,9 +245,9 @@ class ReplicaChanges:
             if node.node_id not in used and not any(device.reserved for device in node.devices)
         ]
 
-    async def _as_lead(self, model: LocalModel, lead: ServeSpec) -> LocalModel:
+    async def _as_first(self, model: LocalModel, first: ServeSpec) -> LocalModel:
         """Return the model as the first pipeline has it: with the same layers and the same drafts."""
-        return await as_drafted(self.models, lead, model.as_placed(lead.stages))
+        return await as_drafted(self.models, first, model.as_placed(first.stages))
 
     def _work(
         self, model: LocalModel, bodies: Sequence[ServeBody], found: Regrouping, *, auto: bool, concurrency: int
@@ -263,7 +263,7 @@ class ReplicaChanges:
         change = change_to(running, [frozenset(map(str, group)) for group in found.groups])
         return _Work(
             model=model,
-            lead=bodies[0].spec,
+            first=bodies[0].spec,
             found=found,
             change=change,
             auto=auto,
@@ -291,7 +291,7 @@ class ReplicaChanges:
         return f"{work.model.name} gets {_pipelines(count)}, {rate:.0f} tok/s by forecast: {', '.join(parts)}"
 
     def _title(self, body: ServeBody) -> str:
-        number = number_of(body)
+        number = number_of(body.pipeline_id, lead(self.book.replicas(body.spec.model)))
         return f"{f'replica {number}' if number else 'the one'} on {self._names(_nodes_of(body))}"
 
     def _names(self, nodes: Iterable[str]) -> str:
@@ -392,16 +392,16 @@ class ReplicaChanges:
     def _spec(self, work: _Work, found: Plan) -> ServeSpec:
         """Return the spec of a further pipeline: like the first one, with as many tokens of KV if they fit."""
         nodes = self.peers.nodes()
-        own, settings = frozenset(work.places), work.lead.settings
+        own, settings = frozenset(work.places), work.first.settings
         states = bool(work.model.config.state_bytes())
         rooms = [room for node in nodes for room in rooms_of(node, settings, states=states, own=own)]
         profiles = [device.profile for node in nodes for device in node.devices if device.profile is not None]
-        moves = Moves.AUTO if work.lead.moves else Moves.OFF
+        moves = Moves.AUTO if work.first.moves else Moves.OFF
 
         def spec(kv_tokens: int) -> ServeSpec:
             request = ServeRequest(
-                options=replace(work.lead, kv_tokens=kv_tokens),
-                must_keep_context=work.lead.must_keep_context,
+                options=replace(work.first, kv_tokens=kv_tokens),
+                must_keep_context=work.first.must_keep_context,
                 moves=moves,
             )
             context = settings.context_length
@@ -409,7 +409,7 @@ class ReplicaChanges:
             return pipeline_spec(request, work.model, context, found.placed, rooms, profiles, most_slots=most_slots)
 
         try:
-            return spec(work.lead.kv_tokens)
+            return spec(work.first.kv_tokens)
         except NoFeasiblePlacement:
             return spec(0)
 

@@ -50,19 +50,21 @@ def with_facts_of(spec: ServeSpec, held: ServeSpec) -> ServeSpec:
     )
 
 
-def number_of(body: ServeBody) -> int:
-    """Return which of the model's pipelines a record is of, from 1 on; 0: the only one."""
-    pipelines = body.spec.replica_pipelines
-    return pipelines.index(body.pipeline_id) + 1 if body.pipeline_id in pipelines else 0
+def number_of(pipeline_id: PipelineId, first: ServeBody | None) -> int:
+    """Return which of the model's pipelines this is, from 1 on; 0: the only one, or none that counts.
+
+    ``first``: the record that says which pipelines count, see ``serve_rules.lead``.
+    """
+    pipelines = first.spec.replica_pipelines if first is not None else ()
+    return pipelines.index(pipeline_id) + 1 if pipeline_id in pipelines else 0
 
 
-def as_recorded(engine: EngineState, body: ServeBody | None) -> EngineState:
-    """Return an engine's state with what its record says of the model's pipelines."""
-    if body is None:
-        return engine
+def as_recorded(engine: EngineState, body: ServeBody | None, first: ServeBody | None) -> EngineState:
+    """Return an engine's state with what the records say of the model's pipelines. ``first``: as for ``number_of``."""
+    number = number_of(engine.pipeline_id, first)
     return replace(
         engine,
-        num_replicas=body.spec.num_replicas,
-        replica=number_of(body),
-        replica_share=body.spec.replica_share,
+        num_replicas=len(first.spec.replica_pipelines) if first is not None and number else 0,
+        replica=number,
+        replica_share=body.spec.replica_share if body is not None and number else 0.0,
     )

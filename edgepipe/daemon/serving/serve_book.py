@@ -18,7 +18,7 @@ from edgepipe.cluster.changes import Changes
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.offers import EngineSigns, PublishedState
-from edgepipe.daemon.serving.replica_facts import ReplicaFacts, with_facts_of
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts, as_recorded, with_facts_of
 from edgepipe.daemon.serving.serve_rules import (
     MAX_BODY_BYTES,
     Facts,
@@ -179,6 +179,10 @@ class ServeBook:
         for body in self.replicas(model):
             if body.spec.names != names:
                 self._say(replace(body, spec=replace(body.spec, names=names)))
+
+    def numbered(self, engine: EngineState) -> EngineState:
+        """Return an engine's state with what the records say of its model's pipelines."""
+        return as_recorded(engine, self.held(engine.pipeline_id), lead(self.replicas(engine.model)))
 
     def record(self, pipeline_id: str) -> ServeRecord | None:
         """Return a pipeline's signed record."""

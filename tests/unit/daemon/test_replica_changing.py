@@ -15,7 +15,7 @@ import pytest
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.engine_following import EngineFollower
 from edgepipe.daemon.serving.replica_changing import ReplicaChanges
-from edgepipe.daemon.serving.replica_facts import ReplicaFacts, number_of
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import DeviceOutOfMemory, NoFeasiblePlacement, PlanInvalid
@@ -115,8 +115,8 @@ class World:
         return events
 
     def pipelines(self) -> str:
-        """The machines of the pipelines that count, in the order of their numbers."""
-        bodies = sorted((body for body in self.book.bodies() if not body.stopped), key=number_of)
+        """The machines of the pipelines that count, in the order of their places."""
+        bodies = [body for body in self.book.replicas("m") if body in self.book.bodies()]
         return " ".join("".join(sorted(stage.node_id for stage in body.spec.stages)) for body in bodies)
 
 

@@ -11,7 +11,8 @@ import pytest
 from edgepipe.daemon.cluster_views import engines_away
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.replanning import Replanner, demand_of
-from edgepipe.daemon.serving.replica_facts import ReplicaFacts, as_recorded, number_of
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts, number_of
+from edgepipe.daemon.serving.serve_rules import lead
 from edgepipe.daemon.serving.served_as_asked import check_served_as_asked
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import AccessDenied, NoFeasiblePlacement, PlanInvalid
@@ -87,7 +88,7 @@ async def test_both_are_remembered_after_a_power_cut(tmp_path: Path) -> None:
     writing.cancel()
     again = node(trust, "a", tmp_path)
     assert served(again) == ["p1", "p2"]
-    assert [number_of(body) for body in again.book.replicas("tiny")] == [1, 2]
+    assert list(numbers(again).values()) == [1, 2]
 
 
 @pytest.mark.parametrize("place", [2, 3])
@@ -174,7 +175,8 @@ def test_a_replica_is_planned_for_its_share_of_the_chats() -> None:
 def test_a_replica_without_an_engine_is_shown_beside_the_one_that_answers(tmp_path: Path) -> None:
     everybody = both_served(tmp_path)
     engine = EngineState(model="tiny", pipeline_id=PIPELINES[0], epoch=Epoch(1, EngineId("e")), state="ready")
-    (away,) = engines_away(everybody["a"].book.served(), [engine])
+    book = everybody["a"].book
+    (away,) = map(book.numbered, engines_away(book.served(), [engine]))
     assert (away.title, away.state) == ("tiny replica 2/2", "starting")
 
 
@@ -209,7 +211,8 @@ def facts(*pipelines: str, **more: Any) -> ReplicaFacts:
 
 
 def numbers(member: BookNode) -> dict[str, int]:
-    return {body.pipeline_id: number_of(body) for body in member.book.bodies() if not body.stopped}
+    bodies = [body for body in member.book.bodies() if not body.stopped]
+    return {body.pipeline_id: number_of(body.pipeline_id, lead(bodies)) for body in bodies}
 
 
 def with_third(everybody: dict[str, BookNode], *, by: str, place: int = 3) -> None:
@@ -272,7 +275,7 @@ def test_an_engine_keeps_the_number_of_its_record(tmp_path: Path) -> None:
     assert held is not None
     assert (held.spec.num_replicas, held.spec.replica_pipelines[2:], held.spec.concurrency) == (3, ("p3",), 0)
     state = EngineState(model="tiny", pipeline_id=PIPELINES[1], epoch=Epoch(1, EngineId("e")), state="ready")
-    assert as_recorded(state, held).title == "tiny replica 2/3"
+    assert c.book.numbered(state).title == "tiny replica 2/3"
 
 
 @pytest.mark.parametrize("by", ["c", "d"])  # a member with an engine of the model, and one without
