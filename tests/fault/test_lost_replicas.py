@@ -143,7 +143,7 @@ async def test_the_number_of_pipelines_changes_while_answers_come(nodes: Nodes) 
 @pytest.mark.long
 async def test_a_machine_that_joins_gets_a_pipeline_of_a_model_with_auto(nodes: Nodes) -> None:
     (a,) = await slow_cluster(nodes, "a", backend_options="time_factor=6")
-    await a.serve("tiny", options=ServeSpec(model="tiny", auto_replicas=True, throughput=True, concurrency=2048))
+    await a.serve("tiny", options=ServeSpec(model="tiny", auto_replicas=True, throughput=True, concurrency=16384))
     await nodes.start("b", backend_options="time_factor=6")
     await a.until(lambda status: titles(status) == BOTH, timeout_s=60)
     stream = Stream(PROMPT, 30)

@@ -42,7 +42,15 @@ from edgepipe.planner.plan import Plan
 from edgepipe.planner.profiles import Links, Machine
 from edgepipe.planner.regrouping import Regrouping, best_number, regrouped, with_more
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.serving import Moves, RebalanceRequest, ServeBody, ServeEvent, ServeRequest, StartEngineRequest
+from edgepipe.wire.serving import (
+    Moves,
+    RebalanceRequest,
+    ServeBody,
+    ServeEvent,
+    ServeRequest,
+    StartEngineRequest,
+    SurveyReply,
+)
 from edgepipe.wire.surveys import cluster_of
 
 logger = logging.getLogger(__name__)
@@ -214,13 +222,9 @@ class ReplicaChanges:
     # The plan
 
     async def _inputs(self, model: LocalModel, bodies: Sequence[ServeBody], concurrency: int) -> _Inputs:
-        """Return the planner's inputs. Memory of the model's pipelines counts as free; only idle machines are measured.
-
-        ``model``: as the first pipeline has it.
-        """
+        """Return the planner's inputs. ``model``: as the first pipeline has it."""
         first = bodies[0].spec
-        own = frozenset(body.pipeline_id for body in bodies)
-        cluster = cluster_of(await self.surveyor.known(model, first.settings, own=own, measure=self._idle(bodies)))
+        cluster = cluster_of(await self._survey(model, bodies))
         whole = replace(first, replica=0, num_replicas=0, concurrency=concurrency, throughput=True)
         must_keep = first.settings.context_length if first.must_keep_context else 0
         present = {name for machine in cluster.machines for name in (machine.name, str(machine.node_id))}
@@ -235,6 +239,19 @@ class ReplicaChanges:
                 experts_in_ram=first.experts_in_ram,
             ),
         )
+
+    async def _survey(self, model: LocalModel, bodies: Sequence[ServeBody]) -> SurveyReply:
+        """Return what is known of the machines. Memory of the model's pipelines counts as free.
+
+        Idle machines are measured if those of the pipelines were. Else all speeds are estimates: a measured machine
+        beside an estimated one says little about either.
+        """
+        settings, used = bodies[0].spec.settings, {node_id for body in bodies for node_id in _nodes_of(body)}
+        own = frozenset(body.pipeline_id for body in bodies)
+        known = await self.surveyor.known(model, settings, own=own)
+        if all(machine.layer is not None for machine in known.machines if machine.node_id in used):
+            return await self.surveyor.known(model, settings, own=own, measure=self._idle(bodies))
+        return replace(known, machines=tuple(replace(machine, layer=None) for machine in known.machines))
 
     def _idle(self, bodies: Sequence[ServeBody]) -> list[NodeId]:
         """Return the machines that hold nothing."""
