@@ -2,8 +2,9 @@
 
 Nodes, engine and stages are real processes; only the devices' arithmetic is emulated. Each way serves the same requests
 from the start. Requests are fewer than in the simulations, and fewer are under way, since a second takes a second: a
-mix takes less than ten minutes of an idle machine. Rates count between the first and the last fifth of the tokens; the
-ring fills up and drains in less than a tenth of that time, which each run prints.
+way takes about a minute of the devices' time, a mix at most five ways. Other programs on the machine lengthen that: the
+nodes' own work needs most of two cores. Rates count between the first and the last fifth of the tokens; the ring should
+fill up and drain in less than a tenth of that time, and each run prints the share.
 
 The oracle knows all lengths before the first request: it is the way that is best for them by simulation, from the
 start. ``auto`` may know only the lengths of ended answers, so its first choice comes after 24 of them.
@@ -12,6 +13,7 @@ start. ``auto`` may know only the lengths of ended answers, so its first choice 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import NamedTuple
 
@@ -19,8 +21,8 @@ import numpy as np
 from figures import Row, at_least
 
 from edgepipe.backend.devices import parse_devices
-from edgepipe.cli.bench.cluster import EmulatedCluster
-from edgepipe.cli.bench.run import BenchRun, EmulatedRun, bench_emulated
+from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
+from edgepipe.cli.bench.run import BenchRun, EmulatedRun, runs_on
 from edgepipe.scheduler import Priority
 from edgepipe.scheduler.batch_ways import AUTO, TEMPORAL, THROTTLED
 from edgepipe.scheduler.lengths import Lengths as EndedLengths
@@ -61,7 +63,7 @@ class EmulatedMix(NamedTuple):
 MIXES = {
     "azure": EmulatedMix(("rtx4090",) * 2, "qwen2.5-14b", "1gbit,0.3ms", "azure", 96, 32, True),
     "1024+256": EmulatedMix(("rtx4090",) * 2, "qwen2.5-14b", "1gbit,0.3ms", "1024+256", 96, 32, False),
-    "4096+128": EmulatedMix(("rtx4090",) * 4, "qwen2.5-32b", "10gbit,0.1ms", "4096+128", 80, 20, True),
+    "4096+128": EmulatedMix(("rtx4090",) * 2, "qwen2.5-14b", "10gbit,0.1ms", "4096+128", 80, 20, True),
 }
 
 
@@ -82,17 +84,27 @@ def _rows(name: str, mix: EmulatedMix) -> list[Row]:
     oracle = oracle_way(mix)
     further = [oracle] if mix.long_prompts and oracle not in RIVALS else []
     ways = [*RIVALS, *further, AUTO]
-    reports = dict(zip(ways, asyncio.run(bench_emulated([_run(mix, way) for way in ways], _say)), strict=True))
-    rates = {way: report.steady_tokens_per_s for way, report in reports.items()}
-    for way, report in reports.items():
-        share = not_full(report, mix.under_way)
-        _print(
-            f"{name}, {way}: {rates[way]:.1f} tok/s, the ring not full in {share:.0%} of it, {report.duration_s:.0f} s"
-        )
+    rates = asyncio.run(_rates(name, mix, ways))
     best = max(RIVALS, key=lambda way: rates[way])
     title = f"{len(mix.devices)}x {mix.devices[0]}, {mix.model}, {mix.lengths}: auto"
     rows = [at_least(title, rates[AUTO], "tok/s", rates[best], f"best of all: {best}", LEAST_OF_BEST)]
     return [*rows, *_long_rows(title, rates, oracle)] if mix.long_prompts else rows
+
+
+async def _rates(name: str, mix: EmulatedMix, ways: list[str]) -> dict[str, float]:
+    """Measure ways in turn on one cluster. Return their output tokens per second."""
+    rates: dict[str, float] = {}
+    runs = [_run(mix, way) for way in ways]
+    async with emulated_cluster(runs[0].cluster) as admin:
+        async for report in runs_on(admin, runs, _say):
+            way = ways[len(rates)]
+            rates[way] = report.steady_tokens_per_s
+            _print(
+                f"{name}, {way}: {report.steady_tokens_per_s:.1f} tok/s, the ring not full in "
+                f"{not_full(report, mix.under_way):.0%} of that time, {report.duration_s:.0f} s in all, "
+                f"load {os.getloadavg()[0]:.1f}"
+            )
+    return rates
 
 
 def _long_rows(title: str, rates: dict[str, float], oracle: str) -> list[Row]:

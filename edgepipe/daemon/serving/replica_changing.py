@@ -119,7 +119,7 @@ class ReplicaChanges:
         wanted = request.options
         concurrency = wanted.concurrency or bodies[0].spec.concurrency
         facts = self._facts(bodies, auto=wanted.auto_replicas, concurrency=concurrency)
-        if wanted.num_replicas == len(bodies):
+        if wanted.num_replicas == len(bodies) and not self.is_open(model.name):
             self.book.note_replicas(model.name, facts)
             yield _told(f"{model.name} has {_pipelines(len(bodies))} already")
             return

@@ -249,8 +249,9 @@ async def test_a_second_change_meanwhile_is_refused(world: World) -> None:
     world.machines.stalls.clear()
     first = asyncio.create_task(world.ask(2))
     await until(lambda: bool(world.machines.calls))
-    with pytest.raises(PlanInvalid, match="the pipelines of m change already"):
-        await world.ask(3)
+    for number in (1, 2, 3):
+        with pytest.raises(PlanInvalid, match="the pipelines of m change already"):
+            await world.ask(number)
     world.machines.stalls.set()
     await first
     assert len(world.pipelines().split()) == 2
