@@ -207,13 +207,13 @@ def serve(
         first=first,
         throughput=objective == "throughput" or (many and not objective),
         num_replicas=num_replicas,
+        auto_replicas=auto_replicas,
         concurrency=concurrency,
     )
     request = replace(
         request,
         options=options,
         must_keep_context=bool(context),
-        auto_replicas=auto_replicas,
         rebalance=bool(rebalance),
         moves=Moves[_MOVES[rebalance]],
     )
@@ -244,8 +244,8 @@ def _refuse_contradictions(
     if rebalance and replicas:
         raise ConfigInvalid(
             "--rebalance and --replicas contradict each other",
-            fact="stages move, the number of pipelines stays",
-            next_step=f"edgepipe stop {model}, then serve it with --replicas",
+            fact="with --rebalance the number of pipelines stays",
+            next_step=f"give one after the other: edgepipe serve {model} --replicas {replicas}",
         )
 
 

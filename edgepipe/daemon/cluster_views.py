@@ -19,7 +19,6 @@ from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.serve_rules import place_of
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import (
@@ -61,7 +60,7 @@ class ClusterViews:
     def for_gateway(self) -> ClusterView:
         """Return the served models whose metadata is here, with their engines, and those whose engine is away."""
         engines = self._engines()
-        away = self._with_names(engines_away(self.book.served(), engines))
+        away = self._with_names(map(self.book.numbered, engines_away(self.book.served(), engines)))
         paths = [self.models.metadata_path(engine.model, engine.manifest_hash) for engine in engines]
         return ClusterView(
             cluster_id=self.trust.store.cluster_id,
@@ -78,8 +77,8 @@ class ClusterViews:
         )
 
     def _engines(self) -> list[EngineState]:
-        """Return all engines, replicas in order, with the further names that the records give their models."""
-        found = self._with_names(engine for node in self.peers.nodes() for engine in node.engines)
+        """Return all engines, replicas in order, with what the records say of their models."""
+        found = self._with_names(self.book.numbered(engine) for node in self.peers.nodes() for engine in node.engines)
         return sorted(found, key=lambda engine: (engine.model, engine.replica))
 
     def _with_names(self, engines: Iterable[EngineState]) -> list[EngineState]:
@@ -170,19 +169,17 @@ class ClusterViews:
 
 def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) -> list[EngineState]:
     """Return the engines of wanted models that no reachable node runs: a gateway asks clients to try again."""
-    running = {(engine.model, max(1, engine.replica)) for engine in engines}
+    running = {engine.pipeline_id for engine in engines}
     return [
         EngineState(
             model=body.spec.model,
-            num_replicas=body.spec.num_replicas,
-            replica=body.spec.replica,
             pipeline_id=body.pipeline_id,
             epoch=Epoch(0, EngineId("")),
             state="starting",
             message="no reachable machine runs its engine now",
         )
         for body in wanted
-        if place_of(body.spec) not in running
+        if body.pipeline_id not in running
     ]
 
 

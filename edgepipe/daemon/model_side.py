@@ -21,10 +21,13 @@ from edgepipe.daemon.offers import NodeLife
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.processes.kept_models import KeptModelsFile
 from edgepipe.daemon.serving.drain import Drain
+from edgepipe.daemon.serving.engine_following import EngineFollower
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replan_watch import ReplanWatch
 from edgepipe.daemon.serving.replanning import Replanner
+from edgepipe.daemon.serving.replica_changing import ReplicaChanges
+from edgepipe.daemon.serving.replica_watch import ReplicaWatch
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
@@ -67,7 +70,10 @@ class NodeHosting:
         self._kept_models = KeptModelsFile(basis.data_dir.path / "keep_alive.json")
         self.batches = BatchSources(basis.data_dir.path / "batches" / "files", local=self._local)
         self.gateway = self._new_gateway()
-        self.serving = self._new_serving(surveyor)
+        self._follower = EngineFollower(peers=presence.peers, local=self._local, gateway=self.gateway, book=self.book)
+        changes = self._new_replica_changes(surveyor)
+        self._replica_watch = self._new_replica_watch(changes)
+        self.serving = self._new_serving(surveyor, changes)
         self.commands = self._new_commands()
         presence.local.add_part(self._tell)
         presence.local.add_part(self.batches.tell)
@@ -86,6 +92,7 @@ class NodeHosting:
             ("serve-book", self.book.run()),
             ("engine-keeper", self._keeper.run()),
             ("replan-watch", self._replan_watch.run()),
+            ("replica-watch", self._replica_watch.run()),
             ("replication", self.replication.run()),
             ("metadata", self.models.keep_served_metadata(self._local.watch)),
         ):
@@ -235,13 +242,36 @@ class NodeHosting:
             local=self._local,
         )
 
-    def _new_serving(self, surveyor: Surveyor) -> Serving:
+    def _new_replica_changes(self, surveyor: Surveyor) -> ReplicaChanges:
+        return ReplicaChanges(
+            peers=self._presence.peers,
+            models=self.models,
+            ids=self._basis.ids,
+            book=self.book,
+            surveyor=surveyor,
+            follower=self._follower,
+            tasks=self._tasks,
+        )
+
+    def _new_replica_watch(self, changes: ReplicaChanges) -> ReplicaWatch:
+        return ReplicaWatch(
+            peers=self._presence.peers,
+            book=self.book,
+            follower=self._follower,
+            changes=changes,
+            clock=self._basis.clock,
+            local=self._local,
+            tasks=self._tasks,
+        )
+
+    def _new_serving(self, surveyor: Surveyor, changes: ReplicaChanges) -> Serving:
         return Serving(
             peers=self._presence.peers,
             models=self.models,
             ids=self._basis.ids,
             local=self._local,
-            gateway=self.gateway,
+            follower=self._follower,
+            replicas=changes,
             heartbeats=self._presence.heartbeats,
             book=self.book,
             surveyor=surveyor,

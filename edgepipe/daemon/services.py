@@ -231,7 +231,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self.book.require_director(request.hello.node_id, request.pipeline_id)
         wanted = from_wire(request, RebalanceRequest)
         return pb.RebalanceReply(
-            changed=await self.engines.rebalance(wanted.pipeline_id, num_nodes=wanted.num_nodes, moves=wanted.moves)
+            changed=await self.engines.rebalance(
+                wanted.pipeline_id, num_nodes=wanted.num_nodes, moves=wanted.moves, stages=wanted.stages
+            )
         )
 
     async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]

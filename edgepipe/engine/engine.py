@@ -205,9 +205,6 @@ class Engine:
             address=address,
             manifest_hash=spec.manifest_hash,
             template_keywords=spec.template_keywords,
-            num_replicas=spec.num_replicas,
-            replica=spec.replica,
-            replica_share=spec.replica_share,
             drafts=DraftState(source=self._context.draft),
         )
         self._status = EngineStatus(base, on_state)

@@ -321,7 +321,7 @@ class Gateway:
         return None
 
     def _is_stopped(self, key: PipelineId) -> bool:
-        """Return whether a person stopped the pipeline: its requests go on nowhere."""
+        """Return whether a person stopped the pipeline."""
         stopping = any(served.pipeline_id == key and served.state == "stopping" for served in self._view)
         return stopping or key in self._newest.stopped
 
@@ -334,7 +334,9 @@ class Gateway:
     def _drop(self, key: PipelineId, error: EdgepipeError, tasks: asyncio.TaskGroup) -> None:
         self._runners.pop(key).cancel()
         entry = self._entries.pop(key)
-        entry.link.remove(key, error, moves=not self._is_stopped(key))
+        # Without all of its pipelines the model was stopped: then requests go on nowhere.
+        moves = not all(self._is_stopped(each) for each in entry.pipelines)
+        entry.link.remove(key, error, moves=moves)
         entry.remove(key)
         if (expiry := self._away.pop(key, None)) is not None:
             expiry.cancel()

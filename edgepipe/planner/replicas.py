@@ -7,12 +7,13 @@ for the wanted number of conversations. A faster replica gets a larger share of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil, sqrt
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.ids import NodeId
 from edgepipe.planner.constraints import Constraints, choose_machines
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Need, stage_weight_bytes
@@ -115,6 +116,33 @@ def layout_of(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLayout:
+    """A layout in which running pipelines keep their machines; their plans come first."""
+
+    layout: Layout
+    kept: tuple[int, ...]  # of the given pipelines, by their places in the list
+
+
+def layout_around(
+    demand: Demand,
+    machines: Sequence[Machine],
+    links: Links,
+    constraints: Constraints | None = None,
+    *,
+    running: Sequence[Collection[NodeId]],
+    count: int,
+) -> KeptLayout | None:
+    """Return the best layout of ``count`` pipelines that keeps running ones as they are; None if it does not fit.
+
+    ``running``: the machines of each pipeline. The first one stays in any case; of the others those stay that give
+    most. Further pipelines go on machines that none of ``running`` has. Raises like ``layout_of``.
+    """
+    constraints = constraints or Constraints()
+    search = _Groups(demand, machines, links, constraints)
+    return search.around([search.group_of(nodes) for nodes in running], count)
+
+
 def layouts_text(layouts: Sequence[Layout]) -> str:
     """Say which number of pipelines was chosen, and what the others would give."""
     chosen, *others = (f"{_kind(layout)}: {layout.tokens_per_s:.0f} tok/s" for layout in layouts)
@@ -152,10 +180,35 @@ class _Groups:
     def best(self, count: int) -> Layout | None:
         """Return the best layout of ``count`` pipelines, None if they do not fit."""
         share = ceil(self._demand.concurrency / count)
-        few = len(self.able) <= _MOST_EXACT
-        groupings = self._ranked(count, share) if few else self._improved(count, share)
+        whole = range(len(self.able))
+        few = len(whole) <= _MOST_EXACT
+        groupings = (self._ranked if few else self._improved)(count, share, whole)
         refined = [layout for groups in groupings if (layout := self._shared(groups)) is not None]
         return max(refined, key=lambda layout: layout.tokens_per_s, default=None)
+
+    def group_of(self, nodes: Collection[NodeId]) -> Group:
+        """Return machines as a group; machines that cannot be used are left out."""
+        return frozenset(index for index, machine in enumerate(self.able) if machine.node_id in nodes)
+
+    def around(self, running: Sequence[Group], count: int) -> KeptLayout | None:
+        """Return the best layout of ``count`` pipelines that keeps running ones. See ``layout_around``."""
+        share = ceil(self._demand.concurrency / count)
+        others = sorted(range(1, len(running)), key=lambda index: -self._rate(running[index], share))
+        kept = tuple(sorted([0, *others][:count]))
+        groups = tuple(running[index] for index in kept)
+        if count > len(kept):
+            taken = frozenset[int]().union(*running)
+            free = [index for index in range(len(self.able)) if index not in taken]
+            more = count - len(kept)
+            if more > len(free):
+                return None
+            few = len(free) <= _MOST_EXACT
+            found = (self._ranked if few else self._improved)(more, share, free)
+            layouts = [self._shared((*groups, *each)) for each in found]
+            best = max(filter(None, layouts), key=lambda layout: layout.tokens_per_s, default=None)
+        else:
+            best = self._shared(groups)
+        return KeptLayout(layout=best, kept=kept) if best is not None else None
 
     def _rate(self, group: Group, concurrency: int) -> float:
         """Return the forecast of a group's pipeline; 0 if the model does not fit."""
@@ -181,18 +234,18 @@ class _Groups:
         except NoFeasiblePlacement:
             return None
 
-    def _ranked(self, count: int, share: int) -> list[tuple[Group, ...]]:
-        """Return the best groupings of few machines by equal shares, the best first."""
+    def _ranked(self, count: int, share: int, places: Sequence[int]) -> list[tuple[Group, ...]]:
+        """Return the best groupings of few machines, by their places, for equal shares. The best comes first."""
         rated = [
             (sum(rates), groups)
-            for groups in _partitions(len(self.able), count)
+            for groups in (_at(places, each) for each in _partitions(len(places), count))
             if all(rates := [self._rate(group, share) for group in groups])
         ]
         return [groups for _, groups in sorted(rated, key=lambda pair: -pair[0])[:_REFINED]]
 
-    def _improved(self, count: int, share: int) -> list[tuple[Group, ...]]:
-        """Group many machines by memory rate, then move and exchange machines as long as that gains."""
-        order = sorted(range(len(self.able)), key=lambda index: -self.able[index].room.free_bytes)
+    def _improved(self, count: int, share: int, places: Sequence[int]) -> list[tuple[Group, ...]]:
+        """Group many machines by free memory, then move and exchange machines as long as that gains."""
+        order = sorted(places, key=lambda index: -self.able[index].room.free_bytes)
         groups: list[set[int]] = [set() for _ in range(count)]
         for index in order:
             smallest = min(groups, key=lambda group: sum(self.able[each].room.free_bytes for each in group))
@@ -261,6 +314,11 @@ def _partitions(size: int, count: int) -> Iterator[tuple[Group, ...]]:
 
     if 1 <= count <= size:
         yield from of(frozenset(range(size)), count)
+
+
+def _at(places: Sequence[int], groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return groups of positions in ``places`` as groups of places."""
+    return tuple(frozenset(places[position] for position in group) for group in groups)
 
 
 def _neighbours(groups: Sequence[Group]) -> Iterator[list[Group]]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_STEADY = (0.2, 0.8)  # shares of the output tokens between which the run is neither filling up nor draining
+STEADY = (0.2, 0.8)
+"""Shares of the output tokens between which the run is neither filling up nor draining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ def steady_rate(requests: Sequence[ObservedRequest]) -> float:
     times = np.sort(np.array([moment for record in requests for moment in record.token_times_s], dtype=np.float64))
     if len(times) < 2:
         return 0.0
-    first, last = (round(share * (len(times) - 1)) for share in _STEADY)
+    first, last = (round(share * (len(times) - 1)) for share in STEADY)
     return _per(last - first, float(times[last] - times[first]))
 
 

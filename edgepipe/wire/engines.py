@@ -46,14 +46,10 @@ class ServeSpec:
     draft: str = ""  # source of drafts: see ``draft_way``, or a model's name; empty: the default, "auto"
     must_keep_context: bool = False  # the user was promised the whole context
     num_replicas: int = 0  # independent pipelines of the model; 0: one
-    replica: int = 0  # number of this one, from 1; 0: the only one
+    replica: int = 0  # the place of its record, from 1 on; 0: the only pipeline so far, at place 1
     replica_pipelines: tuple[PipelineId, ...] = ()  # all of them
     replica_share: float = 0.0  # planned share of the conversations; 0: an equal one
-
-    @property
-    def title(self) -> str:
-        """The model's name for people, with the number of the replica."""
-        return _title(self.model, self.replica, self.num_replicas)
+    auto_replicas: bool = False  # the planner chooses their number, also when a machine joins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,14 +187,15 @@ class EngineState:
     advice: Advice | None = None  # advice of its daemon
     starts_at_us: int = 0  # paused after crashes until then, by the wall clock of its node; 0: not paused
     names: tuple[str, ...] = ()  # further names of the model; set by the node that shows the state, from its records
-    num_replicas: int = 0  # see ServeSpec
-    replica: int = 0  # see ServeSpec
-    replica_share: float = 0.0  # see ServeSpec
+    # Set by the node that shows the state, from its records:
+    num_replicas: int = 0  # independent pipelines of the model; 0: one
+    replica: int = 0  # which of them this is, from 1 on; 0: the only one
+    replica_share: float = 0.0  # of the conversations, as planned; 0: an equal one
 
     @property
     def title(self) -> str:
         """The model's name for people, with the number of the replica."""
-        return _title(self.model, self.replica, self.num_replicas)
+        return f"{self.model} replica {self.replica}/{self.num_replicas}" if self.replica else self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,3 @@ class EngineTrace:
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
     preemptions: int  # count since the epoch began
-
-
-def _title(model: str, replica: int, num_replicas: int) -> str:
-    return f"{model} replica {replica}/{num_replicas}" if replica else model

@@ -9,7 +9,7 @@ from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSetting
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
-from edgepipe.wire.engines import EngineState, Quarantined, ServeSpec
+from edgepipe.wire.engines import EngineState, Quarantined, ServeSpec, StagePlacement
 
 
 class Moves(Enum):
@@ -61,7 +61,6 @@ class ServeRequest:
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # AUTO: stages move by themselves from now on
     must_keep_context: bool = False  # the KV of one whole context must fit
-    auto_replicas: bool = False  # the planner chooses ``options.num_replicas``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +130,7 @@ class RebalanceRequest:
     pipeline_id: PipelineId
     num_nodes: int = 0  # 0: the planner decides
     moves: Moves = Moves.UNCHANGED  # AUTO: stages move by themselves from now on
+    stages: tuple[StagePlacement, ...] = ()  # where they go; empty: the engine's node finds the best placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Two pipelines of one model, each on a machine of its own: a lost one's requests go on at the other.
+"""Two pipelines of one model, each on a machine of its own: one's requests go on at the other when it is lost, or ends.
 
 ``tests/unit/gateway/test_replica_links.py`` is the short form, with fake engines.
 """
@@ -105,3 +105,47 @@ async def test_a_drained_node_ends_its_replica_and_takes_it_again(nodes: Nodes) 
         stream.assert_right()
     await b.drain(undo=True)
     await a.until(lambda status: titles(status) == BOTH)
+
+
+@pytest.mark.long
+async def test_the_number_of_pipelines_changes_while_answers_come(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=6")
+    first = await a.serve("tiny", options=ServeSpec(model="tiny", num_nodes=1))
+    (here, there) = ("a", "b") if first.stages[0].node_name == "a" else ("b", "a")
+    early = [Stream((*PROMPT, number), 240) for number in range(2)]
+    late = [Stream((*PROMPT, number), 240) for number in range(2, 6)]
+    async with asyncio.TaskGroup() as tasks:
+        for stream in early:
+            tasks.create_task(stream.run(a.http_port))
+            await stream.has(10)
+        events = await a.serve_events("tiny", options=ServeSpec(model="tiny", num_replicas=2, throughput=True))
+        assert [engine.title for engine in events[-1].engines] == BOTH
+        assert any(f"the one on {here} stays, one starts on {there}" in event.note for event in events)
+        kept = next(engine for engine in events[-1].engines if engine.pipeline_id == first.pipeline_id)
+        assert kept.epoch == first.epoch, "it serves on without a pause"
+        for stream in late:
+            tasks.create_task(stream.run(b.http_port))
+            await stream.has(10)
+        await a.until(lambda status: all(engine.running for engine in status.engines))
+        again = await a.serve_events("tiny", options=ServeSpec(model="tiny", num_replicas=2))
+        assert any(event.note == "tiny has 2 replicas already" for event in again)
+        (alone,) = (await a.serve_events("tiny", options=ServeSpec(model="tiny", num_replicas=1)))[-1].engines
+        assert (alone.title, alone.pipeline_id) == ("tiny", first.pipeline_id)
+        for node in (a, b):
+            await node.until(lambda status: titles(status) == ["tiny"] and len(status.engines) == 1)
+    for stream in (*early, *late):
+        stream.assert_right()
+    ended = a if there == "a" else b
+    status = await ended.until(lambda status: not any(device.reserved for device in status.members[0].node.devices))
+    assert not children(status, "engine")
+
+
+@pytest.mark.long
+async def test_a_machine_that_joins_gets_a_pipeline_of_a_model_with_auto(nodes: Nodes) -> None:
+    (a,) = await slow_cluster(nodes, "a", backend_options="time_factor=6")
+    await a.serve("tiny", options=ServeSpec(model="tiny", auto_replicas=True, throughput=True, concurrency=16384))
+    await nodes.start("b", backend_options="time_factor=6")
+    await a.until(lambda status: titles(status) == BOTH, timeout_s=60)
+    stream = Stream(PROMPT, 30)
+    await stream.run(a.http_port)
+    stream.assert_right()

@@ -16,7 +16,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.offers import EngineRecords
 from edgepipe.errors import EdgepipeError, NodeUnreachable
-from edgepipe.ids import Epoch, NodeId, PipelineId
+from edgepipe.ids import Epoch, NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Security
@@ -26,7 +26,6 @@ from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
     KeepCopyRequest,
-    Moves,
     ProfileLinksReply,
     RebalanceRequest,
     ServeRecord,
@@ -147,9 +146,8 @@ class Peers:
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self.timeouts.child_stop_s)
 
-    async def rebalance(self, node_id: str, pipeline_id: PipelineId, *, num_nodes: int, moves: Moves) -> bool:
+    async def rebalance(self, node_id: str, request: RebalanceRequest) -> bool:
         """Call ``Node.Rebalance``; return whether stages move. Raises its errors and LinkError."""
-        request = RebalanceRequest(pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
         with translated(self.node(node_id).name):
             message = self._with_hello(to_wire(request, pb.RebalanceRequest))
             return (await self._stub(node_id).Rebalance(message, timeout=self.timeouts.child_start_s)).changed

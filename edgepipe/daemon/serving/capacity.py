@@ -23,7 +23,7 @@ def placement_need(config: ModelConfig, context_length: int, weights: WeightTabl
     return Need(config=config, kv_tokens=kv_tokens, weights=weights)
 
 
-def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
+def usable_device(node: NodeState, *, own: frozenset[str] = frozenset()) -> DeviceState | None:
     """Return the node's device; None while it cannot compute. ``own``: as for ``rooms_of``."""
     unusable = ("failed",) if own else ("starting", "failed")
     return next((device for device in node.devices if device.state not in unusable), None)  # one device per node
@@ -37,11 +37,13 @@ def device_is_coming(node: NodeState) -> bool:
     )
 
 
-def rooms_of(node: NodeState, settings: StageSettings, *, states: bool = False, own: str = "") -> Sequence[NodeRoom]:
+def rooms_of(
+    node: NodeState, settings: StageSettings, *, states: bool = False, own: frozenset[str] = frozenset()
+) -> Sequence[NodeRoom]:
     """Return the room on a node's device; empty while the device cannot compute, or not with these settings.
 
     ``states``: it must keep states of recurrent layers.
-    ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
+    ``own`` names running pipelines that are placed again: their reservations count as free, and a device in the state
     "starting" counts as ready.
     """
     device = usable_device(node, own=own)
@@ -52,7 +54,7 @@ def rooms_of(node: NodeState, settings: StageSettings, *, states: bool = False, 
     if states and not device.profile.keeps_states:
         return []
     size = 4 if settings.dtype_on(device.profile.compute_dtype) == "float32" else 2
-    ours = [reservation for reservation in device.reserved if own and reservation.pipeline_id == own]
+    ours = [reservation for reservation in device.reserved if reservation.pipeline_id in own]
     held, beside = (sum(each) for each in ((r.num_bytes for r in ours), (r.ram_bytes for r in ours)))
     if not device.free_bytes + held:
         return []

@@ -46,10 +46,11 @@ from edgepipe.daemon.serving.engine_life_types import (
 )
 from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
+from edgepipe.daemon.serving.replica_facts import with_facts_of
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
-from edgepipe.wire.engines import Advice, EngineState, ServeSpec
+from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StagePlacement
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class EngineHost:
 
     def ready(self) -> list[tuple[str, ServeSpec]]:
         """Return the pipelines whose engines are ready, with their present stages."""
-        return [(run.pipeline_id, run.spec) for run in self._runs.values() if run.state.state == "ready"]
+        return [(run.pipeline_id, self._spec_of(run)) for run in self._runs.values() if run.state.state == "ready"]
 
     def state_of(self, pipeline_id: str) -> EngineState | None:
         """Return the state of one engine; None if it does not run here."""
@@ -138,9 +139,6 @@ class EngineHost:
                 epoch=Epoch(0, EngineId("")),
                 manifest_hash=request.spec.manifest_hash,
                 template_keywords=request.spec.template_keywords,
-                num_replicas=request.spec.num_replicas,
-                replica=request.spec.replica,
-                replica_share=request.spec.replica_share,
                 state="recovering" if resuming else "starting",
                 message="starting the engine",
             ),
@@ -180,6 +178,12 @@ class EngineHost:
                 "engine ends here, another node continues model=%s pipeline=%s", run.spec.model, run.pipeline_id
             )
         self._happens(LeaveWanted())
+
+    def _spec_of(self, run: EngineRun, spec: ServeSpec | None = None) -> ServeSpec:
+        """Return an engine's spec, or an older one of it, with what its record says of the model's pipelines now."""
+        held = self.book.held(run.pipeline_id)
+        spec = spec or run.spec
+        return with_facts_of(spec, held.spec) if held is not None else spec
 
     def _run_of(self, pipeline_id: str) -> EngineRun | None:
         return next((run for run in self._runs.values() if run.pipeline_id == pipeline_id), None)
@@ -350,11 +354,13 @@ class EngineHost:
             self._happens(Serves(run=run.number, attempt=attempt, ring=_ring(run.spec)))
         self.local.refresh(urgent=before != (run.state.state, run.state.message))
 
-    async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
+    async def rebalance(
+        self, pipeline_id: str, *, num_nodes: int, moves: Moves, stages: Sequence[StagePlacement] = ()
+    ) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
 
-        ``moves``: whether stages continue to move automatically. Raises NoFeasiblePlacement, and ModelUnknown if the
-        engine does not serve here.
+        ``moves``: whether stages continue to move automatically. ``stages``: where they go, instead of the best
+        placement. Raises NoFeasiblePlacement, NodeUnreachable, and ModelUnknown if the engine does not serve here.
         """
         run = self._run_of(pipeline_id)
         if run is None or run.child is None or run.state.state != "ready":
@@ -363,9 +369,11 @@ class EngineHost:
             run.spec = replace(run.spec, moves=moves is Moves.AUTO)
         if moves is Moves.OFF:
             return False
+        if stages:
+            return self.move(pipeline_id, self.replanner.made_of(self._spec_of(run), stages))
         avoided = self.avoided(pipeline_id)
         found = await self.replanner.place_anew(
-            pipeline_id, run.spec, avoided, num_nodes=num_nodes, expert_shares=run.state.expert_shares
+            pipeline_id, self._spec_of(run), avoided, num_nodes=num_nodes, expert_shares=run.state.expert_shares
         )
         return self.move(pipeline_id, found)
 
@@ -385,7 +393,7 @@ class EngineHost:
     async def _plan(self, run: EngineRun, child: Child, wanted: PlanWanted) -> None:
         """Answer an engine that asks for a placement."""
         # The engine has older settings.
-        spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
+        spec = replace(self._spec_of(run, wanted.spec), moves=run.spec.moves, num_nodes=run.spec.num_nodes)
         try:
             made = await self.replanner.plan(
                 run.state.pipeline_id, replace(wanted, spec=spec), expert_shares=run.state.expert_shares

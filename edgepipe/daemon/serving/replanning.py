@@ -27,7 +27,7 @@ from edgepipe.planner.replacement import replace_lost
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape
 from edgepipe.weights.weight_table import FLOATS, WeightTable
-from edgepipe.wire.engines import Quarantined, ServeSpec
+from edgepipe.wire.engines import Quarantined, ServeSpec, StagePlacement
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable
 from edgepipe.wire.surveys import cluster_of
@@ -39,7 +39,8 @@ DEFAULT_SEQUENCES = 16
 DEFAULT_SEQUENCE_TOKENS = 4096
 """A long chat; with a longer context fewer sequences share the same room."""
 _READ_TOKENS = 1024  # tokens that a plan lets each token attend to
-_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # assumed for unmeasured links: a cable at home
+UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)
+"""Assumed for unmeasured links: a cable at home."""
 
 
 def demand_of(
@@ -154,7 +155,7 @@ class Replanner:
     def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
         nodes = self._free_of_others(own)
-        return frozenset(node.node_id for node in nodes if rooms_of(node, spec.settings, own=own))
+        return frozenset(node.node_id for node in nodes if rooms_of(node, spec.settings, own=frozenset((own,))))
 
     def name(self, node_id: str) -> str:
         """Return a node's name for people. Raises NodeUnreachable."""
@@ -218,9 +219,9 @@ class Replanner:
         Raises ModelUnknown.
         """
         model = await self._model(spec)
-        survey = await self._surveyor.known(model, spec.settings, own=pipeline_id, measure=measure)
+        survey = await self._surveyor.known(model, spec.settings, own=frozenset((pipeline_id,)), measure=measure)
         cluster = cluster_of(survey)
-        links = replace(cluster.links, assumed=_UNMEASURED)
+        links = replace(cluster.links, assumed=UNMEASURED)
         taken = self._taken(pipeline_id)
         machines = tuple(machine for machine in cluster.machines if machine.node_id not in taken)
         demand = demand_of(model.config, spec, weights=model.weights)
@@ -251,9 +252,12 @@ class Replanner:
 
     def made(self, spec: ServeSpec, placed: Sequence[Placed]) -> PlanMade:
         """Build the command that gives a placement to an engine. Raises NodeUnreachable."""
-        stages = stages_of(placed)
+        return self.made_of(spec, stages_of(placed))
+
+    def made_of(self, spec: ServeSpec, stages: Sequence[StagePlacement]) -> PlanMade:
+        """Build the command that gives stages to an engine. Raises NodeUnreachable."""
         nodes = tuple(self._peers.node(stage.node_id).introduction for stage in stages)
-        return PlanMade(spec=replace(spec, stages=stages), nodes=nodes)
+        return PlanMade(spec=replace(spec, stages=tuple(stages)), nodes=nodes)
 
     def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
         """Return a function that counts the bytes a node must fetch before it can load slices of the model."""
@@ -263,7 +267,8 @@ class Replanner:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._free_of_others(own) if node.node_id not in avoided.nodes]
         states = bool(model.config.state_bytes())
-        rooms = [room for node in nodes for room in rooms_of(node, spec.settings, states=states, own=own)]
+        ours = frozenset((own,))
+        rooms = [room for node in nodes for room in rooms_of(node, spec.settings, states=states, own=ours)]
         need = placement_need(model.config, spec.settings.context_length, model.weights)
         broken = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)

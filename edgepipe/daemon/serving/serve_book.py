@@ -4,6 +4,7 @@ and stopped models stay stopped. Every record is signed; ``serve_rules`` decides
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections import Counter, OrderedDict
@@ -17,6 +18,7 @@ from edgepipe.cluster.changes import Changes
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.offers import EngineSigns, PublishedState
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts, as_recorded, with_facts_of
 from edgepipe.daemon.serving.serve_rules import (
     MAX_BODY_BYTES,
     Facts,
@@ -178,6 +180,10 @@ class ServeBook:
             if body.spec.names != names:
                 self._say(replace(body, spec=replace(body.spec, names=names)))
 
+    def numbered(self, engine: EngineState) -> EngineState:
+        """Return an engine's state with what the records say of its model's pipelines."""
+        return as_recorded(engine, self.held(engine.pipeline_id), lead(self.replicas(engine.model)))
+
     def record(self, pipeline_id: str) -> ServeRecord | None:
         """Return a pipeline's signed record."""
         return next((record for body, record in self._records.values() if body.pipeline_id == pipeline_id), None)
@@ -240,15 +246,7 @@ class ServeBook:
         if held is None or held.stopped or held.engine_node != self._own:
             return
         own = held.spec  # an engine does not decide who wants the model, how it is called, nor what its replicas are
-        spec = replace(
-            spec,
-            on_request=own.on_request,
-            names=own.names,
-            num_replicas=own.num_replicas,
-            replica=own.replica,
-            replica_pipelines=own.replica_pipelines,
-            replica_share=own.replica_share,
-        )
+        spec = replace(with_facts_of(spec, own), on_request=own.on_request, names=own.names)
         body = replace(held, begun=True, spec=spec)
         if body != held:
             self._say_if_believed(body)
@@ -261,15 +259,28 @@ class ServeBook:
 
     def note_stopped(self, model: str) -> None:
         """Record that all pipelines of a model are stopped. Raises AccessDenied if this node may not stop one that
-        counts."""
-        denied: AccessDenied | None = None
-        for body, counts in [(body, self._counts(body)) for body in self.replicas(model)]:
-            try:
-                self._say(replace(body, stopped=True))
-            except AccessDenied as error:
-                denied = error if counts else denied
-        if denied is not None:
-            raise denied
+        counts; then all go on."""
+        stops = [(replace(body, stopped=True), self._counts(body)) for body in self.replicas(model)]
+        for body, counts in stops:
+            if counts:
+                self._check_may_say(body)
+        for body, _ in stops:
+            with contextlib.suppress(AccessDenied):  # what does not count runs nowhere
+                self._say(body)
+
+    def note_replicas(self, model: str, facts: ReplicaFacts) -> None:
+        """Record which pipelines the model has. Raises AccessDenied if this node may not say so."""
+        for body in self.replicas(model):
+            if body.pipeline_id in facts.pipelines:
+                spec = facts.of(body.spec, body.pipeline_id, place=place_of(body.spec)[1])
+                if spec != body.spec:
+                    self._say(replace(body, spec=spec))
+
+    def note_ended(self, pipeline_id: str) -> None:
+        """Record that one pipeline of a model ends; its others go on. Raises AccessDenied if this node may not."""
+        body = self.held(pipeline_id)
+        if body is not None and not body.stopped:
+            self._say(replace(body, stopped=True))
 
     def take_over(self, pipeline_id: str) -> None:
         """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node has lost it."""
@@ -371,6 +382,14 @@ class ServeBook:
 
     def _say(self, body: ServeBody, *, above: int = 0) -> ServeRecord:
         """Sign ``body`` as a record newer than the held one. Raises AccessDenied if others would refuse it."""
+        body = self._check_may_say(body, above=above)
+        data = serve_body_to_bytes(body)
+        record = ServeRecord(body=data, signature=self._trust.key_pair.sign(_CONTEXT + data))
+        self._take(body, record)
+        return record
+
+    def _check_may_say(self, body: ServeBody, *, above: int = 0) -> ServeBody:
+        """Return ``body`` as this node's next version. Raises AccessDenied if others would refuse it."""
         held = self._records.get(place_of(body.spec))
         body = replace(
             body,
@@ -384,10 +403,7 @@ class ServeBook:
                 fact=why,
                 next_step="run the command where it was served, or on an owner's machine: see 'edgepipe peers'",
             )
-        data = serve_body_to_bytes(body)
-        record = ServeRecord(body=data, signature=self._trust.key_pair.sign(_CONTEXT + data))
-        self._take(body, record)
-        return record
+        return body
 
     def _say_if_believed(self, body: ServeBody) -> None:
         """Sign a record that no user asked for. Only log a refusal: this node may have been removed."""

@@ -85,7 +85,7 @@ class ServePlanner:
         """
         survey = await self.survey(model, request.options.settings, to_serve=True)
         demand, cluster, constraints = _inputs(request, model, context, survey, shut)
-        if not request.auto_replicas:
+        if not request.options.auto_replicas:
             count = request.options.num_replicas
             return await asyncio.to_thread(layout_of, demand, cluster.machines, cluster.links, constraints, count=count)
         layouts = await asyncio.to_thread(best_layout, demand, cluster.machines, cluster.links, constraints)

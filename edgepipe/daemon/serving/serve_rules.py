@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from edgepipe.daemon.serving.replica_facts import with_facts_of
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeBody
@@ -45,12 +46,13 @@ def place_of(spec: ServeSpec) -> Place:
     return spec.model, max(1, spec.replica)
 
 
-def order(body: ServeBody) -> tuple[int, bool, str, str]:
+def order(body: ServeBody) -> tuple[int, bool, str, str, tuple[str, ...]]:
     """Return the sort key of the records of one place: the greatest counts.
 
-    After a partition versions may be equal: a stop wins, then any order that is the same on all nodes.
+    After a partition, or if two people change the replicas at once, versions may be equal: a stop wins, then any order
+    that is the same on all nodes.
     """
-    return body.version, body.stopped, body.pipeline_id, body.engine_node
+    return body.version, body.stopped, body.pipeline_id, body.engine_node, body.spec.replica_pipelines
 
 
 def same_engine(record: ServeBody, other: ServeBody) -> bool:
@@ -104,6 +106,8 @@ def refusal(held: ServeBody | None, new: ServeBody, facts: Facts) -> str:
         return "the model is served already"
     if new.signer == held.engine_node or (same_engine(held, new) and new.spec == held.spec):
         return ""
+    if new.signer == held.asker and same_engine(held, new) and with_facts_of(new.spec, held.spec) == held.spec:
+        return ""  # who may stop the model may change the number of its pipelines
     if new.stopped and new.engine_node == held.engine_node:
         return "" if new.signer == held.asker else "only its asker, its engine's node or an owner may stop it"
     if new.signer == new.engine_node and facts.lost(held):

@@ -19,7 +19,7 @@ def check_served_as_asked(
     request: ServeRequest, engine: EngineState, manifest_hash: str, held: ServeBody | None
 ) -> None:
     """Raise PlanInvalid if the served model has other content, other nodes, other layers or other settings than the
-    caller wants."""
+    caller wants. The number of replicas may differ, and then the chats for which they are planned: both can change."""
     if engine.manifest_hash and engine.manifest_hash != manifest_hash:
         raise PlanInvalid(
             f"another model is served by the name {engine.model}",
@@ -63,8 +63,7 @@ def _other_setting(asked: ServeSpec, spec: ServeSpec) -> str:
         "--draft": (asked.draft, spec.draft or "auto"),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
-        "--concurrency": (asked.concurrency, spec.concurrency),
-        "--replicas": (asked.num_replicas, max(1, spec.num_replicas)),
+        "--concurrency": (0 if asked.num_replicas or asked.auto_replicas else asked.concurrency, spec.concurrency),
         **_stage_flags(asked.settings, spec.settings),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

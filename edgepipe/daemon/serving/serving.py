@@ -10,20 +10,21 @@ from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from edgepipe.addresses import host_and_port
 from edgepipe.backend.types import StageSettings
 from edgepipe.clock import Clock
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import PublishedState
-from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
-from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, stages_of
+from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of
 from edgepipe.daemon.serving.draft_models import no_room, with_draft_model
+from edgepipe.daemon.serving.engine_following import EngineFollower
+from edgepipe.daemon.serving.engine_starts import described, start_all, start_request
+from edgepipe.daemon.serving.replica_changing import ReplicaChanges
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.daemon.serving.served_as_asked import check_served_as_asked
-from edgepipe.daemon.serving.spec_room import check_kv_room, common_block_size, default_kv_tokens, placed_by_hand
+from edgepipe.daemon.serving.spec_room import pipeline_spec, placed_by_hand
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor, known_shape
 from edgepipe.errors import (
     AccessDenied,
@@ -36,12 +37,9 @@ from edgepipe.errors import (
     PlanInvalid,
     VersionMismatch,
 )
-from edgepipe.ids import Epoch, IdSource, PipelineId
-from edgepipe.link.shut_ports import shut_port
-from edgepipe.planner.expert_shares import rooms_as_placed
-from edgepipe.planner.placement import NodeRoom, Placed
+from edgepipe.ids import IdSource, PipelineId
 from edgepipe.spec.drafting import draft_way
-from edgepipe.spec.expert_places import check_has_experts, in_words
+from edgepipe.spec.expert_places import check_has_experts
 from edgepipe.spec.longrope import factors_in_words
 from edgepipe.store.further_names import checked_names
 from edgepipe.store.typed_names import meant_names, understood
@@ -49,9 +47,8 @@ from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
     MeasuredLinks,
-    Moves,
+    RebalanceRequest,
     ServeEvent,
-    ServeRecord,
     ServeRequest,
     StartEngineRequest,
     SurveyReply,
@@ -60,8 +57,6 @@ from edgepipe.wire.serving import (
 logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
-_CONNECT_S = 3.0  # time to connect to an engine that is ready
-_GATEWAY_S = 2.0  # time for this node's gateway to get a model's tokenizer from a peer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,7 +67,8 @@ class Serving:
     models: Models
     ids: IdSource
     local: PublishedState
-    gateway: GatewayKeeper
+    follower: EngineFollower
+    replicas: ReplicaChanges
     heartbeats: Heartbeats
     book: ServeBook
     surveyor: Surveyor
@@ -85,7 +81,7 @@ class Serving:
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
-        return [(node, engine) for node in self.peers.nodes() for engine in node.engines]
+        return self.follower.engines()
 
     async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Serve a model: yield progress, then the ready engines. Only follow a model that is served already.
@@ -104,7 +100,7 @@ class Serving:
             assert model.draft is not None
             options = replace(options, draft=model.draft.name)
             request = replace(request, options=options)
-        if running := self._running(model.name):
+        if running := self.follower.running(model.name):
             async for event in self._served_already(running, request, model):
                 yield event
             return
@@ -148,10 +144,14 @@ class Serving:
             self.book.note_kept(model.name)
         if options.names:
             self.book.note_named(model.name, options.names)
+        if options.num_replicas or options.auto_replicas:
+            async for event in self.replicas.change(request, model):
+                yield event
+            running = self.follower.running(model.name)
         for node, engine in running:
             if engine.starts_at_us:
                 await self._start_now(node, engine)
-        async for event in self._follow([(node.node_id, engine.pipeline_id) for node, engine in running]):
+        async for event in self.follower.follow([(node.node_id, engine.pipeline_id) for node, engine in running]):
             yield event
 
     async def _start_now(self, node: NodeState, engine: EngineState) -> None:
@@ -187,7 +187,8 @@ class Serving:
             factors = [found for found in [factors_in_words(model.config, context)] if found]
             notes = "\n".join([*lacking, *newest, *changes, *factors])
             for spec, _ in specs:
-                yield ServeEvent(message=f"{spec.title}: {self._describe(spec)}", note=notes)
+                title = f"{spec.model} replica {spec.replica}/{spec.num_replicas}" if spec.replica else spec.model
+                yield ServeEvent(message=f"{title}: {described(spec, self.peers)}", note=notes)
                 notes = ""
             requests: list[StartEngineRequest] = []
             pipelines = tuple(PipelineId(self.ids.new("pipeline")) for _ in specs)
@@ -195,10 +196,10 @@ class Serving:
                 spec = replace(spec, replica_pipelines=pipelines if len(specs) > 1 else ())
                 started.append((engine_node, pipeline_id))
                 record = self.book.ask(pipeline_id, spec, engine_node=engine_node)
-                requests.append(self._start_request(pipeline_id, spec, record))
-            await self._start_engines([(node_id, each) for (node_id, _), each in zip(started, requests, strict=True)])
-            async for event in self._follow(started):
-                if event.engines and (error := await self._no_way_to_any(started)):
+                requests.append(start_request(pipeline_id, spec, record, self.peers))
+            await start_all(self.peers, [(node_id, each) for (node_id, _), each in zip(started, requests, strict=True)])
+            async for event in self.follower.follow(started):
+                if event.engines and (error := await self.follower.no_way_to_any(started)):
                     if not request.plan:
                         raise error
                     event = replace(event, note=f"{error.what}: {error.next_step}")
@@ -208,36 +209,6 @@ class Serving:
             if started and not ready and not (len(started) == 1 and self._has_failed(started[0][1])):
                 for engine_node, pipeline_id in started:
                     self.tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
-
-    async def _start_engines(self, requests: Sequence[tuple[str, StartEngineRequest]]) -> None:
-        """Start all engines at once. Raises the first error once every start has ended."""
-        ends = await asyncio.gather(
-            *(self.peers.start_engine(node_id, request) for node_id, request in requests), return_exceptions=True
-        )
-        if error := next((end for end in ends if isinstance(end, BaseException)), None):
-            raise error
-
-    async def _no_way_to_any(self, pipelines: Sequence[tuple[str, PipelineId]]) -> ConnectTimeout | None:
-        """Return why this node's gateway cannot send requests to one of the ready engines; None if it can."""
-        for node_id, pipeline_id in pipelines:
-            engine = self._engine_of(node_id, pipeline_id)
-            if engine is not None and (error := await self._no_way_to(engine, node_id)):
-                return error
-        return None
-
-    async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
-        """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
-        host, port = host_and_port(engine.address)
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                _, writer = await asyncio.open_connection(host, int(port))
-        except TimeoutError:
-            own, node = self.peers.node(self.peers.own_id), self.peers.node(node_id)
-            return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
-        except (OSError, ValueError):  # refused, or a malformed address: a node may report anything
-            return None  # the gateway that sends it requests gets the error
-        writer.close()
-        return None
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise PlanInvalid for a name that no node has."""
@@ -289,12 +260,13 @@ class Serving:
     async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Move the model's stages to the best placement now; yield events until they serve there."""
         yield ServeEvent(message=f"placing {engine.model} anew")
-        if not await self.peers.rebalance(
-            node_id, engine.pipeline_id, num_nodes=request.options.num_nodes, moves=request.moves
-        ):
+        wanted = RebalanceRequest(
+            pipeline_id=engine.pipeline_id, num_nodes=request.options.num_nodes, moves=request.moves
+        )
+        if not await self.peers.rebalance(node_id, wanted):
             yield ServeEvent(message="it is placed as well as can be", progress=1.0, engines=(engine,))
             return
-        async for event in self._follow([(node_id, engine.pipeline_id)], after=engine.epoch):
+        async for event in self.follower.follow([(node_id, engine.pipeline_id)], after=engine.epoch):
             yield event
 
     async def stop(self, model: str) -> list[str]:
@@ -338,18 +310,6 @@ class Serving:
                 await self.peers.stop_engine(node.node_id, engine.pipeline_id, record)
         if denied:
             raise next(iter(denied.values()))
-
-    def _running(self, model: str) -> list[tuple[NodeState, EngineState]]:
-        """Return the model's engines that run or start, one for each replica."""
-        states = ("starting", "loading", "ready", "recovering", "waiting")
-        found: dict[int, tuple[NodeState, EngineState]] = {}
-        for node, engine in self.engines():
-            if engine.model == model and engine.state in states:
-                found.setdefault(engine.replica, (node, engine))
-        return [found[replica] for replica in sorted(found)]
-
-    def _engine_of(self, node_id: str, pipeline_id: str) -> EngineState | None:
-        return next((each for each in self.peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
 
     def _has_failed(self, pipeline_id: str) -> bool:
         return any(engine.pipeline_id == pipeline_id and engine.state == "failed" for _, engine in self.engines())
@@ -431,7 +391,7 @@ class Serving:
             if request.plan:
                 placed, most_slots = placed_by_hand(request, model, context, rooms)
                 placements = [(placed, placed[0].node_id, most_slots)]
-            elif request.auto_replicas or options.num_replicas > 1:
+            elif options.auto_replicas or options.num_replicas > 1:
                 layout = await self._planner.layout(request, model, context, shut, changes)
                 placements = [(found.placed, found.engine, found.most_slots) for found in layout.plans]
                 shares = layout.shares
@@ -450,10 +410,11 @@ class Serving:
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
         count = len(placements)
+        profiles = [device.profile for node in nodes for device in node.devices if device.profile is not None]
         return [
             (
                 replace(
-                    self._spec_of(request, model, context, placed, rooms, most_slots=most_slots),
+                    pipeline_spec(request, model, context, placed, rooms, profiles, most_slots=most_slots),
                     num_replicas=count if count > 1 else 0,
                     replica=number if count > 1 else 0,
                     replica_share=shares[number - 1] if count > 1 else 0.0,
@@ -462,96 +423,6 @@ class Serving:
             )
             for number, (placed, engine_node, most_slots) in enumerate(placements, start=1)
         ]
-
-    def _spec_of(
-        self,
-        request: ServeRequest,
-        model: LocalModel,
-        context: int,
-        placed: tuple[Placed, ...],
-        rooms: Sequence[NodeRoom],
-        *,
-        most_slots: int,
-    ) -> ServeSpec:
-        """Return the spec of one pipeline. Raises NoFeasiblePlacement if its KV does not fit."""
-        options = request.options
-        rooms = [replace(room, most_slots=most_slots) for room in rooms_as_placed(rooms, placed)]
-        check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
-        profiles = [device.profile for node in self.peers.nodes() for device in node.devices]
-        return replace(
-            options,
-            model=model.name,
-            manifest_hash=model.manifest_hash,
-            stages=stages_of(placed),
-            settings=replace(
-                options.settings,
-                context_length=context,
-                most_slots=most_slots,
-                block_size=common_block_size(
-                    (profile for profile in profiles if profile is not None), options.settings.kv
-                ),
-                draft_model=model.draft.name if model.draft is not None else "",
-                draft_hash=model.draft.manifest_hash if model.draft is not None else "",
-            ),
-            kv_tokens=options.kv_tokens
-            or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
-            moves=request.moves is Moves.AUTO,
-            fixed=bool(request.plan),
-            must_keep_context=request.must_keep_context,
-        )
-
-    def _describe(self, spec: ServeSpec) -> str:
-        """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
-        parts = [
-            f"{part.layers.shown} on {self.peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
-            for stage in spec.stages
-            for part in stage.slices
-        ]
-        return f"layers {', '.join(parts)}"
-
-    def _start_request(self, pipeline_id: PipelineId, spec: ServeSpec, record: ServeRecord) -> StartEngineRequest:
-        nodes = tuple(self.peers.node(stage.node_id).introduction for stage in spec.stages)
-        return StartEngineRequest(pipeline_id=pipeline_id, spec=spec, record=record, nodes=nodes)
-
-    async def _follow(
-        self, pipelines: Sequence[tuple[str, PipelineId]], *, after: Epoch | None = None
-    ) -> AsyncIterator[ServeEvent]:
-        """Yield events until the engines are ready, in an epoch later than ``after`` if that is given.
-
-        Raises an engine's error, or NodeUnreachable when its node goes.
-        """
-        sent: tuple[str, float] | None = None
-        seen: set[str] = set()
-        async for _ in self.local.watch():
-            engines: list[EngineState] = []
-            for node_id, pipeline_id in pipelines:
-                engine = self._engine_of(node_id, pipeline_id)
-                if engine is not None:
-                    engines.append(engine)
-                    seen.add(pipeline_id)
-                elif pipeline_id in seen:
-                    raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
-            if failed := next((engine for engine in engines if engine.state == "failed"), None):
-                raise failed.error or EdgepipeError(f"the engine of {failed.title} failed")
-            ready = [
-                engine for engine in engines if engine.state == "ready" and (after is None or engine.epoch > after)
-            ]
-            if len(ready) == len(pipelines):
-                with contextlib.suppress(TimeoutError):  # the engines are ready even if this node's gateway is not
-                    async with asyncio.timeout(_GATEWAY_S):
-                        for _, pipeline_id in pipelines:
-                            await self.gateway.knows(pipeline_id)
-                yield ServeEvent(message=f"{ready[-1].title} is ready", progress=1.0, engines=tuple(ready))
-                return
-            loading = [engine for engine in engines if engine not in ready]
-            if not loading:
-                continue  # their nodes have not reported them yet
-            least = min(loading, key=lambda engine: engine.progress)
-            message = least.message or least.state
-            news = (f"replica {least.replica}: {message}" if least.replica else message, least.progress)
-            if sent != news:
-                sent = news
-                yield ServeEvent(message=news[0], progress=news[1])
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
         try:

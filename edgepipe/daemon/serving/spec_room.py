@@ -9,17 +9,18 @@ from functools import partial
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel
-from edgepipe.daemon.serving.capacity import placement_need
+from edgepipe.daemon.serving.capacity import placement_need, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.planner.expert_shares import place_with_shares
+from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.plan import with_fewest_given_up
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.kv_forms import block_tokens
 from edgepipe.spec.memory_classes import most_within
 from edgepipe.weights.weight_table import FLOATS, WeightTable
-from edgepipe.wire.serving import ServeRequest
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import Moves, ServeRequest
 
 
 def placed_by_hand(
@@ -54,6 +55,41 @@ def default_kv_tokens(
             most = modest_kv_bytes(weight_bytes=room.sizes(config, weights).of_slice(stage.part))
             tokens = most_within(most, partial(room.kv_bytes, config, stage.part.layers), at_most=tokens)
     return max(tokens, context)
+
+
+def pipeline_spec(
+    request: ServeRequest,
+    model: LocalModel,
+    context: int,
+    placed: Sequence[Placed],
+    rooms: Sequence[NodeRoom],
+    profiles: Iterable[DeviceProfile],
+    *,
+    most_slots: int,
+) -> ServeSpec:
+    """Return the spec of one pipeline. ``profiles``: of all devices. Raises NoFeasiblePlacement if its KV does not
+    fit."""
+    options = request.options
+    rooms = [replace(room, most_slots=most_slots) for room in rooms_as_placed(rooms, placed)]
+    check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
+    return replace(
+        options,
+        model=model.name,
+        manifest_hash=model.manifest_hash,
+        stages=stages_of(placed),
+        settings=replace(
+            options.settings,
+            context_length=context,
+            most_slots=most_slots,
+            block_size=common_block_size(profiles, options.settings.kv),
+            draft_model=model.draft.name if model.draft is not None else "",
+            draft_hash=model.draft.manifest_hash if model.draft is not None else "",
+        ),
+        kv_tokens=options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
+        moves=request.moves is Moves.AUTO,
+        fixed=bool(request.plan),
+        must_keep_context=request.must_keep_context,
+    )
 
 
 def check_kv_room(

@@ -113,11 +113,16 @@ class Surveyor:
         return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)
 
     async def known(
-        self, model: PlannedModel, settings: StageSettings, *, own: str = "", measure: Collection[str] = ()
+        self,
+        model: PlannedModel,
+        settings: StageSettings,
+        *,
+        own: frozenset[str] = frozenset(),
+        measure: Collection[str] = (),
     ) -> SurveyReply:
         """Collect earlier measurements without waiting; leave unknown values out.
 
-        own      a running pipeline that is placed again: its reservations count as free
+        own      running pipelines that are placed again: their reservations count as free
         measure  idle nodes: they are measured now, with the links from and to them
         """
         reply, usable = self._machines(model, settings, own=own)
@@ -133,7 +138,7 @@ class Surveyor:
         return _with(reply, layers, chain.from_iterable(links))
 
     def _machines(
-        self, model: PlannedModel, settings: StageSettings, *, own: str = ""
+        self, model: PlannedModel, settings: StageSettings, *, own: frozenset[str] = frozenset()
     ) -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
         states = bool(model.config.state_bytes())
@@ -262,7 +267,9 @@ def _links_to_ask(
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
-def _machine(node: NodeState, settings: StageSettings, *, states: bool, own: str = "") -> SurveyedMachine | None:
+def _machine(
+    node: NodeState, settings: StageSettings, *, states: bool, own: frozenset[str] = frozenset()
+) -> SurveyedMachine | None:
     """Return a node's entry in a survey; None while it cannot compute."""
     room = next(iter(rooms_of(node, settings, states=states, own=own)), None)
     device = usable_device(node, own=own)

@@ -101,7 +101,7 @@ _CALLS: Tables = {
         "names": FEW,
     },
     "StartEngineRequest": {"nodes": NAMES},
-    "RebalanceRequest": {"num_nodes": NODES},
+    "RebalanceRequest": {"num_nodes": NODES, "stages": FEW},
     "ServeBody": {"version": COUNT},
     "ServeRecords": {"records": NAMES},
     "ReadTensorRequest": {"offset": BYTES, "bytes_per_s": RATE},

@@ -763,6 +763,7 @@ class ServeSpec(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     REPLICA_PIPELINES_FIELD_NUMBER: _builtins.int
     REPLICA_SHARE_FIELD_NUMBER: _builtins.int
+    AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -801,6 +802,8 @@ class ServeSpec(_message.Message):
     """which of them this is, from 1 on; 0: the only one"""
     replica_share: _builtins.float
     """of the conversations, as planned; 0: an equal one"""
+    auto_replicas: _builtins.bool
+    """the planner chooses the number of pipelines, also when a machine joins"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -845,10 +848,11 @@ class ServeSpec(_message.Message):
         replica: _builtins.int = ...,
         replica_pipelines: _abc.Iterable[_builtins.str] | None = ...,
         replica_share: _builtins.float = ...,
+        auto_replicas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draft", b"draft", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "must_keep_context", b"must_keep_context", "names", b"names", "num_nodes", b"num_nodes", "num_replicas", b"num_replicas", "on_request", b"on_request", "policy", b"policy", "replica", b"replica", "replica_pipelines", b"replica_pipelines", "replica_share", b"replica_share", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_replicas", b"auto_replicas", "concurrency", b"concurrency", "draft", b"draft", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "itl_goal", b"itl_goal", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "must_keep_context", b"must_keep_context", "names", b"names", "num_nodes", b"num_nodes", "num_replicas", b"num_replicas", "on_request", b"on_request", "policy", b"policy", "replica", b"replica", "replica_pipelines", b"replica_pipelines", "replica_share", b"replica_share", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +999,7 @@ class RebalanceRequest(_message.Message):
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     NUM_NODES_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     num_nodes: _builtins.int
     """0: the planner decides"""
@@ -1002,6 +1007,10 @@ class RebalanceRequest(_message.Message):
     """whether stages move by themselves from now on"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]:
+        """where they go; empty: the engine's node finds the best placement"""
+
     def __init__(
         self,
         *,
@@ -1009,10 +1018,11 @@ class RebalanceRequest(_message.Message):
         pipeline_id: _builtins.str = ...,
         num_nodes: _builtins.int = ...,
         moves: Global___Moves.ValueType = ...,
+        stages: _abc.Iterable[Global___StagePlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "num_nodes", b"num_nodes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "num_nodes", b"num_nodes", "pipeline_id", b"pipeline_id", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2763,7 +2773,6 @@ class ServeRequest(_message.Message):
     REBALANCE_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     MUST_KEEP_CONTEXT_FIELD_NUMBER: _builtins.int
-    AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
     """"a:0-14,b:15-29"; empty: the planner decides"""
     rebalance: _builtins.bool
@@ -2772,8 +2781,6 @@ class ServeRequest(_message.Message):
     """whether stages move by themselves from now on"""
     must_keep_context: _builtins.bool
     """one whole context must fit"""
-    auto_replicas: _builtins.bool
-    """the planner chooses the number of pipelines"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -2789,11 +2796,10 @@ class ServeRequest(_message.Message):
         rebalance: _builtins.bool = ...,
         moves: Global___Moves.ValueType = ...,
         must_keep_context: _builtins.bool = ...,
-        auto_replicas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_replicas", b"auto_replicas", "hello", b"hello", "moves", b"moves", "must_keep_context", b"must_keep_context", "options", b"options", "plan", b"plan", "rebalance", b"rebalance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "must_keep_context", b"must_keep_context", "options", b"options", "plan", b"plan", "rebalance", b"rebalance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

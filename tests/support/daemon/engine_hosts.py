@@ -77,6 +77,6 @@ def engine_host(
         tasks=tasks,
         device=cast("Any", SimpleNamespace(epoch_of=lambda _: None)),
         node=cast("Any", SimpleNamespace(ends=lambda: False)),
-        book=cast("Any", SimpleNamespace(is_here=lambda _: counts, move_engine=move_engine)),
+        book=cast("Any", SimpleNamespace(is_here=lambda _: counts, held=lambda _: None, move_engine=move_engine)),
         clock=clock or SystemClock(),
     )

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts
 from edgepipe.daemon.serving.restarts import LONGEST_PAUSE_S
+from edgepipe.daemon.serving.serve_rules import place_of
 from edgepipe.errors import AccessDenied
 from edgepipe.ids import NodeId, PipelineId
 from edgepipe.security.trust_view import Role, TrustedPeer
@@ -223,6 +225,40 @@ class World:
             host = self.machines[body.engine_node]
             self.later(self.delay_s(), lambda: host.stop_called(at.name, body.pipeline_id, records))
 
+    def _resize(self) -> None:
+        """One pipeline more, or one less."""
+        at = self._any_up()
+        served = at.book.served() if at is not None else []
+        if at is None or not served or not self._owned:
+            return
+        model = self.draw.choice(served).spec.model
+        bodies = [body for body in at.book.replicas(model) if body in served]
+        used = {stage.node_id for body in bodies for stage in body.spec.stages}
+        free = sorted(at.reachable() - used)
+        if not bodies or (not free and len(bodies) < 2):
+            return
+        pipelines = tuple(body.pipeline_id for body in bodies)
+        try:
+            if not free or (len(bodies) > 1 and self.draw.random() < 0.5):
+                ended = self.draw.choice(bodies[1:])
+                at.book.note_ended(ended.pipeline_id)
+                left = tuple(each for each in pipelines if each != ended.pipeline_id)
+                at.book.note_replicas(model, ReplicaFacts(pipelines=left))
+                self.note(f"{at.name} ends {ended.pipeline_id}")
+                self.count("fewer")
+                at.changed()
+                return
+            pipeline_id = PipelineId(f"{model}{self._serves + 1}")
+            places = {place_of(body.spec)[1] for body in bodies}
+            place = next(place for place in range(1, 10) if place not in places)
+            facts = ReplicaFacts(pipelines=(*pipelines, pipeline_id))
+            at.book.note_replicas(model, facts)
+        except AccessDenied:
+            return
+        self.count("more")
+        spec = facts.of(ServeSpec(model=model, manifest_hash="h"), pipeline_id, place=place)
+        self._serve_on(at, spec, free[: self.draw.randint(1, len(free))])
+
     # Faults
 
     def _fault(self) -> None:
@@ -233,6 +269,7 @@ class World:
             (
                 self._cut_link, self._cut_link, self._lose, self._lose, self._crash, self._crash, self._crash,
                 self._evil, self._drain, self._end, self._serve, self._stop, self._hurry,
+                self._resize, self._resize, self._resize,
             )
         )  # fmt: skip
         fault()
@@ -328,11 +365,14 @@ class World:
             self.count("served")
         for machine in self.machines.values():
             machine.check_answered()
-            for model in MODELS:
-                self._check_replicas(model, machine)
+        for model in MODELS:
+            self._check_replicas(model)
 
-    def _check_replicas(self, model: str, machine: Machine) -> None:
-        """Only pipelines of one request to serve run."""
-        wanted = [body for body in machine.book.bodies() if body.spec.model == model and not body.stopped]
-        sets = {body.spec.replica_pipelines or (body.pipeline_id,) for body in wanted}
-        assert len(sets) <= 1, f"{machine.name} believes in {sets}"
+    def _check_replicas(self, model: str) -> None:
+        """Machines that believe in the same first pipeline believe in the same others."""
+        sets: dict[str, set[frozenset[str]]] = {}
+        for machine in self.machines.values():
+            found = [body.pipeline_id for body in machine.book.replicas(model) if body in machine.book.served()]
+            if found:
+                sets.setdefault(found[0], set()).add(frozenset(found))
+        assert all(len(each) == 1 for each in sets.values()), f"they believe in {sets}"

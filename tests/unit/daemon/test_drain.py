@@ -90,7 +90,7 @@ class World:
 
     async def _plan(self, pipeline_id: str, wanted: PlanWanted) -> PlanMade:
         self.plans += 1
-        rooms = [room for node in self.nodes() for room in rooms_of(node, SPEC.settings, own=pipeline_id)]
+        rooms = [room for node in self.nodes() for room in rooms_of(node, SPEC.settings, own=frozenset((pipeline_id,)))]
         if not any(room.free_bytes >= NEEDED for room in rooms):
             raise NoFeasiblePlacement("no node can compute", fact="nodes with a backend: none")
         return PlanMade(spec=wanted.spec)

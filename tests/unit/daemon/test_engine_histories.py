@@ -18,7 +18,7 @@ def live(seeds: range, folder: Path) -> None:
         counts.update(world.counts)
     for what in ("served", "losses", "crashes", "StartEngine", "AskMembers"):
         assert counts[what] > len(seeds) / 2, f"histories have hardly any: {what} {counts}"
-    for what in ("EndSuperseded", "StopEngine", "HandOn", "handed on", "replicas"):
+    for what in ("EndSuperseded", "StopEngine", "HandOn", "handed on", "replicas", "more", "fewer"):
         assert counts[what] > len(seeds) / 100, f"histories have hardly any: {what} {counts}"
     assert counts["Yield"], "and two sides of a partition"
 

@@ -113,6 +113,6 @@ def test_a_room_has_the_free_ram_and_that_of_the_pipeline_placed_again() -> None
     held.reserve(prepare(40), CONFIG, WEIGHTS)
     state = held.in_state(DeviceState(profile=profile(), state="serving"))
     node = NodeState(node_id=NodeId("a"), name="a", devices=(state,))
-    (others,), (own,) = rooms_of(node, DEFAULT_SETTINGS), rooms_of(node, DEFAULT_SETTINGS, own="p")
+    (others,), (own,) = rooms_of(node, DEFAULT_SETTINGS), rooms_of(node, DEFAULT_SETTINGS, own=frozenset("p"))
     assert others.ram_bytes == state.ram_free_bytes
     assert own.ram_bytes == others.ram_bytes + IN_RAM

@@ -11,6 +11,8 @@ import pytest
 from edgepipe.daemon.cluster_views import engines_away
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.replanning import Replanner, demand_of
+from edgepipe.daemon.serving.replica_facts import ReplicaFacts, number_of
+from edgepipe.daemon.serving.serve_rules import lead
 from edgepipe.daemon.serving.served_as_asked import check_served_as_asked
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import AccessDenied, NoFeasiblePlacement, PlanInvalid
@@ -86,7 +88,7 @@ async def test_both_are_remembered_after_a_power_cut(tmp_path: Path) -> None:
     writing.cancel()
     again = node(trust, "a", tmp_path)
     assert served(again) == ["p1", "p2"]
-    assert [body.spec.title for body in again.book.replicas("tiny")] == ["tiny replica 1/2", "tiny replica 2/2"]
+    assert list(numbers(again).values()) == [1, 2]
 
 
 @pytest.mark.parametrize("place", [2, 3])
@@ -172,23 +174,146 @@ def test_a_replica_is_planned_for_its_share_of_the_chats() -> None:
 
 def test_a_replica_without_an_engine_is_shown_beside_the_one_that_answers(tmp_path: Path) -> None:
     everybody = both_served(tmp_path)
-    engine = EngineState(
-        model="tiny", pipeline_id=PIPELINES[0], epoch=Epoch(1, EngineId("e")), state="ready", num_replicas=2, replica=1
-    )
-    (away,) = engines_away(everybody["a"].book.served(), [engine])
+    engine = EngineState(model="tiny", pipeline_id=PIPELINES[0], epoch=Epoch(1, EngineId("e")), state="ready")
+    book = everybody["a"].book
+    (away,) = map(book.numbered, engines_away(book.served(), [engine]))
     assert (away.title, away.state) == ("tiny replica 2/2", "starting")
 
 
-@pytest.mark.parametrize(("asked", "agrees"), [(0, True), (2, True), (1, False), (3, False)])
-def test_another_number_of_replicas_is_refused_with_the_command(tmp_path: Path, asked: int, agrees: bool) -> None:
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"num_replicas": 1}, ""),
+        ({"num_replicas": 3, "concurrency": 64}, ""),
+        ({"auto_replicas": True, "concurrency": 64}, ""),
+        ({"concurrency": 64}, "--concurrency auto"),
+        ({"num_replicas": 3, "micro_batches": 7}, "--micro-batches auto"),
+    ],
+)
+def test_only_the_number_of_replicas_and_their_chats_may_differ(
+    tmp_path: Path, asked: dict[str, Any], refused: str
+) -> None:
     everybody = both_served(tmp_path)
     held = everybody["b"].book.held("p1")
     engine = EngineState(model="tiny", pipeline_id=PIPELINES[0], epoch=Epoch(1, EngineId("e")), state="ready")
-    request = ServeRequest(options=ServeSpec(model="tiny", num_replicas=asked))
-    if agrees:
+    request = ServeRequest(options=ServeSpec(model="tiny", **asked))
+    if not refused:
         check_served_as_asked(request, engine, "", held)
         return
     with pytest.raises(PlanInvalid, match="served already") as caught:
         check_served_as_asked(request, engine, "", held)
-    assert caught.value.fact == "it is served with --replicas 2"
+    assert caught.value.fact == f"it is served with {refused}"
     assert "edgepipe stop tiny" in caught.value.next_step
+
+
+def facts(*pipelines: str, **more: Any) -> ReplicaFacts:
+    return ReplicaFacts(pipelines=tuple(PipelineId(each) for each in pipelines), **more)
+
+
+def numbers(member: BookNode) -> dict[str, int]:
+    bodies = [body for body in member.book.bodies() if not body.stopped]
+    return {body.pipeline_id: number_of(body.pipeline_id, lead(bodies)) for body in bodies}
+
+
+def with_third(everybody: dict[str, BookNode], *, by: str, place: int = 3) -> None:
+    """A node adds pipeline p3, on d."""
+    book, host = everybody[by].book, everybody["d"]
+    both = facts("p1", "p2", "p3", shares={PipelineId(name): share for name, share in (("p1", 0.5), ("p3", 0.2))})
+    book.note_replicas("tiny", both)
+    spec = both.of(replica(place, host.node_id), PipelineId("p3"), place=place)
+    book.ask(PipelineId("p3"), spec, engine_node=host.node_id)
+    for member in everybody.values():
+        member.engines[host.node_id, "p3"] = "ready"
+    all_hear(everybody)
+    host.book.note_served("p3", spec)
+    all_hear(everybody)
+
+
+@pytest.mark.parametrize("by", ["a", "b"])  # an owner, and the member that had the model served
+def test_a_third_pipeline_counts_everywhere_and_a_first_one_goes_on_alone(tmp_path: Path, by: str) -> None:
+    everybody = both_served(tmp_path)
+    with_third(everybody, by=by)
+    assert all(numbers(member) == {"p1": 1, "p2": 2, "p3": 3} for member in everybody.values())
+    shares = {body.pipeline_id: body.spec.replica_share for body in everybody["c"].book.bodies()}
+    assert shares == {"p1": 0.5, "p2": 0.0, "p3": 0.2}
+    everybody[by].book.note_ended("p2")
+    everybody[by].book.note_replicas("tiny", facts("p1", "p3"))
+    all_hear(everybody)
+    assert all(numbers(member) == {"p1": 1, "p3": 2} for member in everybody.values()), "numbers have no gap"
+    assert everybody["c"].book.stopped() == ["p2"]
+    everybody[by].book.note_ended("p3")
+    everybody[by].book.note_replicas("tiny", facts("p1", auto=True))
+    all_hear(everybody)
+    for member in everybody.values():
+        assert numbers(member) == {"p1": 0}
+        (body,) = member.book.served()
+        assert body.spec.auto_replicas
+        assert demand_of(SHAPE, replace(body.spec, concurrency=40)).concurrency == 40
+
+
+def test_a_single_pipeline_becomes_the_first_of_two(tmp_path: Path) -> None:
+    _, everybody = nodes(tmp_path, owners="a", members="b")
+    a, b = everybody["a"], everybody["b"]
+    a.book.ask(
+        PIPELINES[0], replace(replica(0, a.node_id), replica_pipelines=(), num_replicas=0), engine_node=a.node_id
+    )
+    both = facts(*PIPELINES)
+    a.book.note_replicas("tiny", both)
+    a.book.ask(PIPELINES[1], both.of(replica(2, b.node_id), PIPELINES[1], place=2), engine_node=b.node_id)
+    all_hear(everybody)
+    assert numbers(b) == {"p1": 1, "p2": 2}
+
+
+def test_an_engine_keeps_the_number_of_its_record(tmp_path: Path) -> None:
+    """Its spec is that of its start; what the record says since then is not lost with the engine's next report."""
+    everybody = both_served(tmp_path)
+    with_third(everybody, by="b")
+    c = everybody["c"]
+    old = replica(2, c.node_id)
+    c.book.note_served("p2", replace(old, stages=(), concurrency=7))
+    held = c.book.held("p2")
+    assert held is not None
+    assert (held.spec.num_replicas, held.spec.replica_pipelines[2:], held.spec.concurrency) == (3, ("p3",), 0)
+    state = EngineState(model="tiny", pipeline_id=PIPELINES[1], epoch=Epoch(1, EngineId("e")), state="ready")
+    assert c.book.numbered(state).title == "tiny replica 2/3"
+
+
+@pytest.mark.parametrize("by", ["c", "d"])  # a member with an engine of the model, and one without
+def test_who_may_not_stop_a_model_does_not_change_its_pipelines(tmp_path: Path, by: str) -> None:
+    everybody = both_served(tmp_path)
+    with pytest.raises(AccessDenied):
+        everybody[by].book.note_replicas("tiny", facts("p1"))
+    all_hear(everybody)
+    assert numbers(everybody["a"]) == {"p1": 1, "p2": 2}
+
+
+def test_the_asker_changes_nothing_else_in_the_record_of_another_node_s_engine(tmp_path: Path) -> None:
+    trust, everybody = world(tmp_path)
+    held = everybody["b"].book.held("p2")
+    assert held is not None
+    moved = replace(held, spec=replace(held.spec, stages=(), num_replicas=1), version=held.version + 1)
+    everybody["a"].book.merge(everybody["b"].node_id, [signed(trust.keys["b"], moved)])
+    assert everybody["a"].book.held("p2") == held
+
+
+def test_a_stop_that_is_refused_for_one_pipeline_stops_none(tmp_path: Path) -> None:
+    everybody = both_served(tmp_path)
+    with_third(everybody, by="a")  # an owner added it, so b may not stop it
+    with pytest.raises(AccessDenied):
+        everybody["b"].book.note_stopped("tiny")
+    assert served(everybody["b"]) == ["p1", "p2", "p3"]
+    everybody["a"].book.note_stopped("tiny")
+    all_hear(everybody)
+    assert served(everybody["b"]) == []
+
+
+def test_of_two_changes_at_once_one_counts_everywhere(tmp_path: Path) -> None:
+    everybody = both_served(tmp_path, owners="ab", members="cd")
+    for by, name in (("a", "pa"), ("b", "pb")):
+        three = facts("p1", "p2", name)
+        everybody[by].book.note_replicas("tiny", three)
+        spec = three.of(replica(3, everybody["d"].node_id), PipelineId(name), place=3)
+        everybody[by].book.ask(PipelineId(name), spec, engine_node=everybody["d"].node_id)
+    all_hear(everybody)
+    seen = [numbers(member) for member in everybody.values()]
+    assert seen == [{"p1": 1, "p2": 2, "pb": 3}] * 4

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from edgepipe.backend.types import DeviceProfile
+from edgepipe.daemon.serving.engine_following import EngineFollower
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.spec_room import common_block_size, default_kv_tokens
 from edgepipe.errors import NoFeasiblePlacement
@@ -53,8 +54,8 @@ def test_host_memory_is_taken_modestly() -> None:
 
 def serving() -> Serving:
     """Without the parts that a whole node has."""
-    fields = ("peers", "models", "ids", "local", "gateway", "heartbeats", "book", "surveyor", "tasks", "clock")
-    return Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
+    fields = ("peers", "models", "ids", "local", "follower", "replicas", "heartbeats", "book", "surveyor", "tasks")
+    return Serving(**dict.fromkeys((*fields, "clock")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,8 @@ async def test_an_engine_s_address_that_is_none_is_no_error(address: str) -> Non
     engine = EngineState(
         model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="ready", address=address
     )
-    assert await serving()._no_way_to(engine, "node-a") is None
+    follower = EngineFollower(**dict.fromkeys(("peers", "local", "gateway", "book")))  # type: ignore[arg-type]
+    assert await follower._no_way_to(engine, "node-a") is None
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
             raise ModelUnknown(f"no model '{name}' is in the cluster")
 
     peers = FakePeers()
-    fields = dict.fromkeys(("ids", "local", "gateway", "heartbeats", "book", "tasks", "clock"))
+    fields = dict.fromkeys(("ids", "local", "follower", "replicas", "heartbeats", "book", "tasks", "clock"))
     serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
     reply = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
     assert (reply.model, len(reply.machines)) == ("qwen3-4b:q4_k_m", 3)

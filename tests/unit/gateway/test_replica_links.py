@@ -204,11 +204,39 @@ async def test_requests_leave_a_replica_that_recovers_waits_or_is_gone(state: st
 async def test_requests_of_a_stopped_model_end() -> None:
     async with pair(hold_after=5) as both:
         task = await held_at_the_first(both)
-        both.update(both.state(1, state="stopping"), both.state(2))
+        both.update(both.state(1, state="stopping"), both.state(2, state="stopping"))
         answer = await task
         assert answer.status_code >= 400
         assert "was stopped" in answer.text
         assert both.where() == (1, 0)
+
+
+@pytest.mark.parametrize("shown", ["by its engine", "by its record", "by both"])
+async def test_requests_of_a_pipeline_that_ends_go_on_at_the_others(shown: str) -> None:
+    """A person wants fewer pipelines of the model."""
+    async with pair(hold_after=5) as both:
+        task = await held_at_the_first(both)
+        engine = both.state(1, state="stopping") if shown != "by its record" else None
+        both.update(engine, both.state(2), stopped=() if shown == "by its engine" else (PIPELINES[0],))
+        assert text_of(await task) == ANSWER
+        continued(both.engines[1], 5)
+
+
+async def test_a_single_pipeline_gets_a_second_one_while_it_answers() -> None:
+    async with pair(hold_after=5) as both:
+        both.update(None, None, stopped=PIPELINES)
+        await until(lambda: not both.served.gateway._models.served)
+        alone = replace(both.state(1), num_replicas=0, replica=0)
+        both.update(alone)
+        await until(lambda: bool(both.served.gateway._models.served))
+        task = await both.ask("one")
+        both.update(both.state(1), both.state(2))
+        await until(lambda: both.served.gateway._models.num_engines("tiny") == 2)
+        other = await both.ask("two")
+        assert both.where() == (1, 1)
+        for engine in both.engines:
+            engine.release.set()
+        assert [text_of(await each) for each in (task, other)] == [ANSWER] * 2
 
 
 @pytest.mark.parametrize(("error", "moves"), [(NoFeasiblePlacement("no room"), True), (StepFailed("it failed"), False)])
