@@ -52,6 +52,7 @@ from edgepipe_mlx.device import (
     choose_device,
     choose_dtype,
     choose_packing,
+    choose_sampling,
     configure,
     free_bytes,
     is_cpu,
@@ -71,6 +72,9 @@ from edgepipe_mlx.packing import mlx_form
 from edgepipe_mlx.pages.checking import checked_pages, page_errors
 from edgepipe_mlx.pages.kernels import PageKernels
 from edgepipe_mlx.pages.rows import PageForm, page_form
+from edgepipe_mlx.picks.candidates import Picked
+from edgepipe_mlx.picks.checking import pick_errors
+from edgepipe_mlx.picks.picking import Picking
 from edgepipe_mlx.states import LayerStates, StateStep, StepStates
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
@@ -80,11 +84,17 @@ SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a 
 class StepTicket:
     """A submitted step with an array that MLX computes. Belongs to the compute thread."""
 
-    array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
+    array: mx.array  # activations [T, H] in the link's type, bf16 as bits; logits [R, V] float32; or candidates
     is_logits: bool
+    picked: Picked | None = None  # candidates of the logits, if the device picks them
     scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if requested
     expert_share: mx.array | None = None  # [] float32; None: not counted
     kept: mx.array | None = None  # see ``StepOutput``; stays on the compute thread
+
+    @property
+    def output(self) -> tuple[mx.array, ...]:
+        """Arrays that ``collect`` copies or lends."""
+        return (self.array,) if self.picked is None else self.picked.arrays
 
 
 def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
@@ -96,12 +106,11 @@ class MlxBackend:
     """Runs decoder layers over packed rows.
 
     MLX objects belong to the thread that made them, so all methods except ``prepare`` must be called on one thread.
-    ``prepare`` only makes numpy arrays, and ``collect`` returns copies.
+    ``prepare`` only makes numpy arrays. ``collect`` returns copies, and the memory of logits without their object.
     """
 
     block_sizes: tuple[int, ...] = BLOCK_SIZES
     max_submitted: int = 2  # the second one only has its graph built: see ``submit``
-    picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
     draft_model: DraftModel | None = None
 
     def __init__(self, options: BackendOptions) -> None:
@@ -110,6 +119,8 @@ class MlxBackend:
         ``options.settings["weights"]``: "auto" keeps packed weights packed, "mlx" in forms of MLX's own kernels only,
         "wide" widens them to the compute dtype.
         ``options.settings["attention"]``: "auto" reads KV of all sequences by own kernels, "mlx" by MLX's alone.
+        ``options.settings["sampling"]``: "device" picks candidates there, "host" returns whole rows of logits, "auto"
+        picks them on GPUs.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
         self._options = options
@@ -118,6 +129,8 @@ class MlxBackend:
         self._packed, self._own_sizes = choose_packing(options.settings.get("weights", "auto"))
         self._checked: BlockKernels | SlowPath | None = None  # kernels of K types; None: not checked yet
         self._own_attention = choose_attention(options.settings.get("attention", "auto"))
+        self._own_picks = choose_sampling(options.settings.get("sampling", "auto"), self._device)
+        self._picking = Picking()
         self._kv = checked_kv(options.kv)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
@@ -157,6 +170,8 @@ class MlxBackend:
             yield KernelError(kernel="products of K types at their own size", reason=self._checked.reason)
         if self._own_attention and not is_cpu(self._device):
             yield from page_errors(self._dtype)
+        if self._own_picks and not is_cpu(self._device):
+            yield from pick_errors()
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -176,6 +191,14 @@ class MlxBackend:
             self._products = _products(infos, own=self._blocks() is not None)
             if isinstance(self._checked, SlowPath) and any(_is_of_blocks(info) for info in infos):
                 self._slow_paths = (self._checked,)
+        if self._own_picks and any(part.head for part in slices):
+            lacking = self._picking.begin(self._shard.config.vocab_size, on_cpu=is_cpu(self._device))
+            self._slow_paths = self._slow_paths if lacking is None else (*self._slow_paths, lacking)
+
+    @property
+    def picks_candidates(self) -> bool:
+        """Whether the loaded slices' candidates are picked on the device. See ``Backend``."""
+        return self._picking.is_on
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallback last."""
@@ -308,9 +331,17 @@ class MlxBackend:
             hidden = hidden if wanted is None else hidden[wanted]
         sampled, scored = hidden[: prepared.num_sampled], hidden[prepared.num_sampled :]
         array = self._logits(part, sampled) if part.part.head else self._leaving(hidden)
+        picked = self._picking.pick(array, edits) if part.part.head else None
         scores = self._scores(part, scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share, kept=kept)
+        ticket = StepTicket(
+            array=array if picked is None else picked.packed,
+            is_logits=part.part.head,
+            picked=picked,
+            scores=scores,
+            expert_share=share,
+            kept=kept,
+        )
         updated = [
             each for pool in pools if pool is not None and not isinstance(pool, LayerStates) for each in pool.arrays
         ]
@@ -322,7 +353,7 @@ class MlxBackend:
 
     def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
         """Start a step. ``updated``: KV and states; a chunk's output does not depend on the last layer's."""
-        mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share, ticket.kept)
+        mx.async_eval(ticket.output, ticket.scores, updated, ticket.expert_share, ticket.kept)
         self._started = ticket
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -332,15 +363,18 @@ class MlxBackend:
         """
         waiting, self._waiting = self._waiting, None
         self._started = None
-        mx.eval(ticket.array, ticket.scores, ticket.expert_share)
+        mx.eval(ticket.output, ticket.scores, ticket.expert_share)
         if waiting is not None:
             self._start(*waiting)
-        copied = np.array(ticket.array)
         share = float(np.array(ticket.expert_share)) if ticket.expert_share is not None else 0.0
         if not ticket.is_logits:
-            return StepOutput(activations=copied, expert_share=share)
-        scores = _copied_scores(ticket.scores) if ticket.scores else None
-        return StepOutput(logits=copied, scores=scores, kept=ticket.kept, expert_share=share)
+            return StepOutput(activations=np.array(ticket.array), expert_share=share)
+        found = StepOutput(
+            scores=_copied_scores(ticket.scores) if ticket.scores else None, kept=ticket.kept, expert_share=share
+        )
+        if ticket.picked is None:
+            return replace(found, logits=np.array(ticket.array))
+        return replace(found, candidates=self._picking.copied(ticket.picked))
 
     def draft(self, step: DraftStep) -> Sequence[TokenIds]:
         """Guess tokens by the layer that predicts one token more. See ``DraftingBackend``."""
@@ -411,6 +445,7 @@ class MlxBackend:
         self._forget_host()
         self._reads = {}
         self._started = self._waiting = None
+        self._picking.end()
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
