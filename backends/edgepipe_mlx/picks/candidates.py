@@ -38,8 +38,9 @@ class Picked:
 
     def copied(self, lender: Lender) -> PickedCandidates:
         """Copy the candidates. Rows are copied when they are fetched."""
-        ids, logits, raw_logits, totals, raw_log_totals = _fields(self.packed)
-        top_ids, _, top_logits, *_ = _fields(self.tops)
+        fields = _fields(self.packed)
+        ids, logits, raw_logits, totals, raw_log_totals = fields
+        top_ids, _, top_logits, *_ = fields if self.tops is self.packed else _fields(self.tops)
         rows, masks = lender.lend(self.changed), self.masks
 
         def fetch(row: int) -> npt.NDArray[np.float32]:
@@ -53,8 +54,8 @@ class Picked:
             ids=ids.view(np.int32),
             logits=logits,
             raw_logits=raw_logits,
-            totals=totals[:, 0],
-            raw_log_totals=raw_log_totals[:, 0],
+            totals=totals,
+            raw_log_totals=raw_log_totals,
             top_ids=top_ids.view(np.int32)[:, : self.num_top],
             top_logits=top_logits[:, : self.num_top],
             fetch=fetch,
@@ -92,8 +93,9 @@ def _edited(logits: mx.array, edits: LogitEdits) -> mx.array:
     return mx.put_along_axis(flat, places, new, axis=0).reshape(logits.shape)
 
 
-def _fields(packed: mx.array) -> list[npt.NDArray[np.float32]]:
-    """Return views of the fields in one copy: ids as bits and two logits [R, K], two totals [R, 1]."""
+def _fields(packed: mx.array) -> tuple[npt.NDArray[np.float32], ...]:
+    """Return views of the fields in one copy: ids as bits and two logits [R, K], two totals [R]."""
     copied = np.array(packed).view(np.float32)
     count = (copied.shape[1] - 2) // 3
-    return np.split(copied, [count, 2 * count, 3 * count, 3 * count + 1], axis=1)
+    ids, logits, raw_logits = (copied[:, start : start + count] for start in range(0, 3 * count, count))
+    return ids, logits, raw_logits, copied[:, -2], copied[:, -1]
