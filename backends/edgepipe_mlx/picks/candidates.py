@@ -83,7 +83,7 @@ def pick(kernels: PickKernels, logits: mx.array, edits: LogitEdits) -> Picked:
 
 
 def _edited(logits: mx.array, edits: LogitEdits) -> mx.array:
-    """Return logits with the sparse edits; the same array if there are none."""
+    """Return logits with the sparse edits; or the logits themselves without any."""
     if not len(edits.ids):
         return logits
     places = mx.array(edits.rows.astype(np.int64) * logits.shape[1] + edits.ids)

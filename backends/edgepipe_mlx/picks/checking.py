@@ -58,7 +58,7 @@ def pick_error_of_each(kernels: PickKernels, vocabulary: int) -> Iterator[float]
     """Return errors with each form of the kernels, see ``pick_error``."""
     random = np.random.default_rng(0)
     logits = random.standard_normal((_ROWS, vocabulary), np.float32) * 4
-    # Equal logits in all parts of a row, as 0 and as -0; numbers that are none or infinite.
+    # Equal logits in all parts of a row, as 0 and as -0; NaN and infinity.
     logits[1] = -np.abs(np.round(logits[1]))
     logits[1, ::3] += 0.0
     odd = random.choice(vocabulary, 9, replace=False)
@@ -70,11 +70,11 @@ def pick_error_of_each(kernels: PickKernels, vocabulary: int) -> Iterator[float]
 def pick_error(kernels: PickKernels, logits: Float32s, edits: LogitEdits) -> float:
     """Return the largest error of totals in units of its bound; infinity where a candidate is another.
 
-    Totals of a row with numbers that are none, or infinite, may be anything.
+    Totals of a row whose highest logit is not finite may be anything.
     """
     picked = pick(kernels, mx.array(logits), edits)
     mx.eval(picked.arrays)
-    found, worst = picked.copied(Lender()), 0.0
+    found, errors = picked.copied(Lender()), [0.0]
     for row, values in enumerate(logits):
         changed, count = _changed(values, edits, row), found.ids.shape[1]
         order, plain = _order(changed)[:count], _order(values)
@@ -91,12 +91,12 @@ def pick_error(kernels: PickKernels, logits: Float32s, edits: LogitEdits) -> flo
             return float("inf")
         if np.isfinite(changed[order[0]]):
             total = _total(changed, edits.temperatures[row])
-            worst = max(worst, abs(float(found.totals[row]) - total) / (_FLOAT32_SUMS * total))
+            errors.append(abs(float(found.totals[row]) - total) / (_FLOAT32_SUMS * total))
         if np.isfinite(highest):
             log_total = float(highest) + np.log(_total(values, 1.0))
             bound = _FLOAT32_SUMS * max(1.0, abs(log_total))
-            worst = max(worst, abs(float(found.raw_log_totals[row]) - log_total) / bound)
-    return float("inf") if np.isnan(worst) else worst
+            errors.append(abs(float(found.raw_log_totals[row]) - log_total) / bound)
+    return float("inf") if np.isnan(errors).any() else max(errors)
 
 
 def _edits(vocabulary: int, random: np.random.Generator) -> Iterator[LogitEdits]:

@@ -43,7 +43,7 @@ class Picking:
         self._lender.drop_returned()
 
     def pick(self, logits: mx.array, edits: LogitEdits | None) -> Picked | None:
-        """Pick candidates of logits [R, V]; None: the logits leave the device, or there are none."""
+        """Pick candidates of logits [R, V]; None: whole rows leave the device, or no row is sampled."""
         self._lender.drop_returned()
         if self._kernels is None or edits is None or not logits.shape[0]:
             return None
