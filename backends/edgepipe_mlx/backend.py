@@ -46,6 +46,7 @@ from edgepipe_mlx.device import (
     choose_device,
     choose_dtype,
     choose_packing,
+    choose_sampling,
     configure,
     free_bytes,
     is_cpu,
@@ -59,6 +60,9 @@ from edgepipe_mlx.kv import KVPool
 from edgepipe_mlx.layers import DecoderLayer
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 from edgepipe_mlx.own_kernels import OwnKernels
+from edgepipe_mlx.picks.candidates import Picked
+from edgepipe_mlx.picks.checking import pick_errors
+from edgepipe_mlx.picks.picking import Picking
 from edgepipe_mlx.slice_ends import SliceEnds
 from edgepipe_mlx.stage_memory import PoolSizes, StageMemory
 from edgepipe_mlx.states import LayerStates, StateStep, StepStates
@@ -68,11 +72,17 @@ from edgepipe_mlx.states import LayerStates, StateStep, StepStates
 class StepTicket:
     """A submitted step with an array that MLX computes. Belongs to the compute thread."""
 
-    array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
+    array: mx.array  # activations [T, H] in the link's type, bf16 as bits; logits [R, V] float32; or candidates
     is_logits: bool
+    picked: Picked | None = None  # candidates of the logits, if the device picks them
     scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if requested
     expert_share: mx.array | None = None  # [] float32; None: not counted
     kept: mx.array | None = None  # see ``StepOutput``; stays on the compute thread
+
+    @property
+    def output(self) -> tuple[mx.array, ...]:
+        """Arrays that ``collect`` copies or lends."""
+        return (self.array,) if self.picked is None else self.picked.arrays
 
 
 def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
@@ -84,12 +94,11 @@ class MlxBackend:
     """Runs decoder layers over packed rows.
 
     MLX objects belong to the thread that made them, so all methods except ``prepare`` must be called on one thread.
-    ``prepare`` only makes numpy arrays, and ``collect`` returns copies.
+    ``prepare`` only makes numpy arrays. ``collect`` returns copies, and the memory of logits without their object.
     """
 
     block_sizes: tuple[int, ...] = BLOCK_SIZES
     max_submitted: int = 2  # the second one only has its graph built: see ``submit``
-    picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
     draft_model: DraftModel | None = None
 
     def __init__(self, options: BackendOptions) -> None:
@@ -98,12 +107,16 @@ class MlxBackend:
         ``options.settings["weights"]``: "auto" keeps packed weights packed, "mlx" in forms of MLX's own kernels only,
         "wide" widens them to the compute dtype.
         ``options.settings["attention"]``: "auto" reads KV of all sequences by own kernels, "mlx" by MLX's alone.
+        ``options.settings["sampling"]``: "device" picks candidates there, "host" returns whole rows of logits, "auto"
+        picks them on GPUs.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
         self._options = options
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._packed, own_products = choose_packing(options.settings.get("weights", "auto"))
+        self._own_picks = choose_sampling(options.settings.get("sampling", "auto"), self._device)
+        self._picking = Picking()
         self._kv = checked_kv(options.kv)
         self._own = OwnKernels(
             self._device,
@@ -139,6 +152,8 @@ class MlxBackend:
         configure(self._device)
         yield from packed_errors(self._weight_types())
         yield from self._own.errors()
+        if self._own_picks and not is_cpu(self._device):
+            yield from pick_errors()
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -158,6 +173,14 @@ class MlxBackend:
             infos = [info for part in slices for info in weights.weights(part)]
             self._products = self._own.products(infos)
             self._slow_paths = self._own.slow_products(infos)
+        if self._own_picks and any(part.head for part in slices):
+            lacking = self._picking.begin(self._shard.config.vocab_size, on_cpu=is_cpu(self._device))
+            self._slow_paths = self._slow_paths if lacking is None else (*self._slow_paths, lacking)
+
+    @property
+    def picks_candidates(self) -> bool:
+        """Whether the loaded slices' candidates are picked on the device. See ``Backend``."""
+        return self._picking.is_on
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallback last."""
@@ -241,9 +264,17 @@ class MlxBackend:
             hidden = hidden if wanted is None else hidden[wanted]
         sampled, scored = hidden[: prepared.num_sampled], hidden[prepared.num_sampled :]
         array = ends.logits(sampled) if part.part.head else ends.leaving(hidden)
+        picked = self._picking.pick(array, edits) if part.part.head else None
         scores = ends.scores(scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share, kept=kept)
+        ticket = StepTicket(
+            array=array if picked is None else picked.packed,
+            is_logits=part.part.head,
+            picked=picked,
+            scores=scores,
+            expert_share=share,
+            kept=kept,
+        )
         updated = [
             each for pool in pools if pool is not None and not isinstance(pool, LayerStates) for each in pool.arrays
         ]
@@ -255,7 +286,7 @@ class MlxBackend:
 
     def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
         """Start a step. ``updated``: KV and states; a chunk's output does not depend on the last layer's."""
-        mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share, ticket.kept)
+        mx.async_eval(ticket.output, ticket.scores, updated, ticket.expert_share, ticket.kept)
         self._started = ticket
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -265,15 +296,18 @@ class MlxBackend:
         """
         waiting, self._waiting = self._waiting, None
         self._started = None
-        mx.eval(ticket.array, ticket.scores, ticket.expert_share)
+        mx.eval(ticket.output, ticket.scores, ticket.expert_share)
         if waiting is not None:
             self._start(*waiting)
-        copied = np.array(ticket.array)
         share = float(np.array(ticket.expert_share)) if ticket.expert_share is not None else 0.0
         if not ticket.is_logits:
-            return StepOutput(activations=copied, expert_share=share)
-        scores = _copied_scores(ticket.scores) if ticket.scores else None
-        return StepOutput(logits=copied, scores=scores, kept=ticket.kept, expert_share=share)
+            return StepOutput(activations=np.array(ticket.array), expert_share=share)
+        found = StepOutput(
+            scores=_copied_scores(ticket.scores) if ticket.scores else None, kept=ticket.kept, expert_share=share
+        )
+        if ticket.picked is None:
+            return replace(found, logits=np.array(ticket.array))
+        return replace(found, candidates=self._picking.copied(ticket.picked))
 
     def draft(self, step: DraftStep) -> Sequence[TokenIds]:
         """Guess tokens by the layer that predicts one token more. See ``DraftingBackend``."""
@@ -333,6 +367,7 @@ class MlxBackend:
         self._forget_memory()
         self._ends, self._reads = {}, {}
         self._started = self._waiting = None
+        self._picking.end()
         mx.clear_cache()
 
     def _forget_memory(self) -> None:

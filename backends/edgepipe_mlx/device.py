@@ -76,6 +76,17 @@ def choose_attention(attention: str) -> bool:
     return attention == "auto"
 
 
+def choose_sampling(sampling: str, device: mx.Device) -> bool:
+    """Return whether the device picks candidates, by the setting ``sampling``. Raises ConfigInvalid."""
+    if sampling not in ("auto", "device", "host"):
+        raise ConfigInvalid(
+            f"the mlx backend has no sampling '{sampling}'",
+            fact="it knows: auto (device on GPUs), device (candidates picked there), host (whole rows of logits)",
+            next_step="use --backend-option sampling=auto",
+        )
+    return sampling == "device" or (sampling == "auto" and not is_cpu(device))
+
+
 def is_cpu(device: mx.Device) -> bool:
     """Return whether the device is MLX's CPU device."""
     return device.type == mx.cpu

@@ -35,7 +35,11 @@ class Backend(Protocol):
 
     block_sizes: tuple[int, ...]  # efficient numbers of tokens per KV block, ascending; any number works
     max_submitted: int  # maximum number of submitted, uncollected steps: 2 on CUDA and MLX, 1 on CPUs with torch
-    picks_candidates: bool  # the head's slice takes edits and returns candidates, where moving logits is expensive
+
+    @property
+    def picks_candidates(self) -> bool:
+        """Whether the head's slice takes edits and returns candidates. Known once it is loaded."""
+        ...
 
     @property
     def draft_model(self) -> DraftModel | None:

@@ -110,14 +110,15 @@ def _sample_row(picked: PickedCandidates, index: int, row: SampleRow) -> Sampled
 def _choose(picked: PickedCandidates, index: int, sampler: SequenceSampler, uniform: float) -> tuple[int, float]:
     """Return the token and its unchanged logit. Raises StepFailed."""
     ids, logits = picked.ids[index].astype(np.int64), picked.logits[index]
-    order = np.lexsort((ids, -logits))
-    check_highest(logits, int(order[0]))
-    order = order[logits[order] > -np.inf]
-    complete = len(order) < len(ids)
-    candidates = Candidates(ids[order], logits[order], float(picked.totals[index]), complete)
-    token = choose(candidates, sampler.params, uniform)
-    if token is not None:
-        return token, float(picked.raw_logits[index][order][candidates.ids == token][0])
+    if not np.isnan(logits).any():  # the whole row tells how many there are
+        order = np.lexsort((ids, -logits))
+        check_highest(logits, int(order[0]))
+        order = order[logits[order] > -np.inf]
+        complete = len(order) < len(ids)
+        candidates = Candidates(ids[order], logits[order], float(picked.totals[index]), complete)
+        token = choose(candidates, sampler.params, uniform)
+        if token is not None:
+            return token, float(picked.raw_logits[index][order][candidates.ids == token][0])
     whole = picked.fetch(index)
     token = choose_from_row(whole, sampler.params, uniform, np.empty_like(whole))
     return token, sampler.edits.original(token, float(whole[token]))

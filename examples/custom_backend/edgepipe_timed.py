@@ -42,9 +42,13 @@ class TimedBackend:
         self._inner = create_backend(name, replace(options, settings=settings))
         self.block_sizes: tuple[int, ...] = self._inner.block_sizes
         self.max_submitted: int = self._inner.max_submitted
-        self.picks_candidates: bool = self._inner.picks_candidates
         self._tokens: list[int] = []  # of the steps since the last line
         self._times_s: list[float] = []  # from submit to collect, of the same steps
+
+    @property
+    def picks_candidates(self) -> bool:
+        """Whether the inner backend picks candidates."""
+        return self._inner.picks_candidates
 
     @property
     def draft_model(self) -> DraftModel | None:

@@ -15,6 +15,8 @@ from edgepipe_mlx import MlxBackend, backend
 from edgepipe_mlx.backend import StepTicket
 from edgepipe_mlx.blocks.kernels import MetalKernels
 from edgepipe_mlx.pages.kernels import MetalPages
+from edgepipe_mlx.picks import picking
+from edgepipe_mlx.picks.kernels import MetalPicks
 
 from edgepipe.backend.types import BackendOptions, SlowPath
 
@@ -66,6 +68,7 @@ def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[Co
         patch.setattr(mx.fast, "metal_kernel", _metal_kernel)
         patch.setattr(backend, "checked_kernels", lambda _dtype: MetalKernels() if own else _NOTHING)
         patch.setattr(backend, "checked_pages", lambda _forms: MetalPages() if own else _NOTHING)
+        patch.setattr(picking, "checked_picks", lambda _vocabulary: MetalPicks() if own else _NOTHING)
         patch.setattr(mx.fast, "rms_norm", stands(mx.sort))
         patch.setattr(mx.fast, "rope", stands(mx.cumsum))
         patch.setattr(mx.fast, "scaled_dot_product_attention", stands(mx.cummax))

@@ -45,7 +45,10 @@ inline void threadgroup_barrier(mem_flags) { synchronise(); }
 inline float exp(float value) { return std::exp(value); }
 inline float tanh(float value) { return std::tanh(value); }
 inline float max(float a, float b) { return std::fmax(a, b); }  // of a number and none, the number
+inline uint max(uint a, uint b) { return a > b ? a : b; }
+inline float log(float value) { return std::log(value); }
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
+inline uint min(uint a, uint b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float simd_sum(float value) {
     for (int apart = 16; apart; apart /= 2) value += other_lane(value, apart);
@@ -54,6 +57,22 @@ inline float simd_sum(float value) {
 inline float simd_max(float value) {
     for (int apart = 16; apart; apart /= 2) value = max(value, other_lane(value, apart));
     return value;
+}
+inline uint simd_sum(uint value) {
+    for (int apart = 16; apart; apart /= 2) value += as_type<uint>(other_lane(as_type<float>(value), apart));
+    return value;
+}
+inline uint simd_max(uint value) {
+    for (int apart = 16; apart; apart /= 2) value = max(value, as_type<uint>(other_lane(as_type<float>(value), apart)));
+    return value;
+}
+inline uint simd_prefix_exclusive_sum(uint value) {
+    const uint lane = host::thread_index.x % 32, own = value;
+    for (uint apart = 1; apart < 32; apart *= 2) {
+        const uint earlier = as_type<uint>(of_lane(as_type<float>(value), lane >= apart ? lane - apart : lane));
+        if (lane >= apart) value += earlier;
+    }
+    return value - own;
 }
 template <typename T>
 T simd_shuffle_xor(T value, ushort apart) {

@@ -76,9 +76,10 @@ def cpu_options(
     activation_type: ActivationType = ActivationType.FLOAT32,
     weights: str = "auto",
     kv: str = "",
+    sampling: str = "auto",
 ) -> BackendOptions:
     """The CPU device, so that figures and rounding are the same on every machine."""
-    settings = {"weights": weights}
+    settings = {"weights": weights, "sampling": sampling}
     return BackendOptions(device="cpu", dtype=dtype, kv=kv, activation_type=activation_type, settings=settings)
 
 

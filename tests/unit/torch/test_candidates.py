@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -14,61 +12,22 @@ from edgepipe_torch.layers.candidates import NUM_CANDIDATES, pick
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, logit_edits, sample, sample_picked
-from edgepipe.sampling.grammar import BuiltGrammar, GrammarTokenizer, json_grammar
-from edgepipe.text.tokenizer import Tokenizer
-from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, byte_level_tokenizer
-
-V = 3 * NUM_CANDIDATES
-FULL = SamplingParams(
-    temperature=0.8,
-    top_p=0.95,
-    min_p=0.01,
-    frequency_penalty=0.4,
-    presence_penalty=0.3,
-    repetition_penalty=1.3,
-    logit_bias=((5, 4.0), (9, -100.0)),
-    logprobs=True,
-    top_logprobs=4,
-)
-KINDS = [
-    SamplingParams(temperature=0.0, min_tokens=50),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=20.0),  # so flat that most draws fall beyond the candidates
-    SamplingParams(temperature=1.0, top_k=NUM_CANDIDATES + 50),
-    FULL,
-    replace(FULL, grammar=json_grammar({"type": "array", "items": {"type": "integer"}})),
-]
+from edgepipe.sampling.grammar import GrammarTokenizer
+from tests.support.backends.sampled_kinds import CANDIDATES, KINDS, VOCABULARY, sequences, vocabulary
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> GrammarTokenizer:
-    tokenizer = Tokenizer(byte_level_tokenizer(V))
-    return GrammarTokenizer(
-        [tokenizer.token_bytes(token) for token in range(V)],
-        encode=lambda text: tokenizer.encode(text, add_special=False),
-        end_ids=[EOS_TOKEN_ID],
-        special_ids=sorted(tokenizer.hidden_ids),
-    )
+def words() -> GrammarTokenizer:
+    return vocabulary()
 
 
-def test_candidates_and_whole_rows_choose_the_same(vocabulary: GrammarTokenizer) -> None:
+def test_candidates_and_whole_rows_choose_the_same(words: GrammarTokenizer) -> None:
+    assert NUM_CANDIDATES == CANDIDATES
     rng = np.random.default_rng(3)
-    prompt = rng.integers(0, V, 40).tolist()
-
-    def sequences() -> list[SequenceSampler]:
-        return [
-            SequenceSampler(
-                replace(params, seed=index),
-                prompt=prompt,
-                end_ids=[EOS_TOKEN_ID],
-                start_grammar=BuiltGrammar(vocabulary, params.grammar).state if params.grammar else None,
-            )
-            for index, params in enumerate(KINDS)
-        ]
-
-    here, there = sequences(), sequences()
+    prompt = rng.integers(0, VOCABULARY, 40).tolist()
+    here, there = sequences(words, prompt), sequences(words, prompt)
     for position in range(25):
-        logits = (rng.standard_normal((len(KINDS), V)) * 3).astype(np.float32)
+        logits = (rng.standard_normal((len(KINDS), VOCABULARY)) * 3).astype(np.float32)
         rows = [SampleRow(each, position) for each in there]
         picked = pick(torch.from_numpy(logits), logit_edits(rows), HostTransfer()).wait()
         got = sample_picked(picked, rows)
@@ -79,6 +38,22 @@ def test_candidates_and_whole_rows_choose_the_same(vocabulary: GrammarTokenizer)
             if mine.logprobs is not None and other.logprobs is not None:
                 assert mine.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-3)
                 assert [token for token, _ in mine.logprobs.top] == [token for token, _ in other.logprobs.top]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_logits_that_are_no_numbers_ends_with_the_error_of_a_whole_row(temperature: float) -> None:
+    logits = np.linspace(0, 1, 2 * VOCABULARY, dtype=np.float32).reshape(2, -1)
+    logits[1, [7, 300]] = np.nan
+
+    def rows() -> list[SampleRow]:
+        return [SampleRow(SequenceSampler(SamplingParams(temperature=temperature, seed=1)), 0) for _ in range(2)]
+
+    own = rows()
+    got = sample_picked(pick(torch.from_numpy(logits), logit_edits(own), HostTransfer()).wait(), own)
+    wanted = sample(logits.copy(), rows())
+    assert got[0] == wanted[0]
+    assert f"2 of {VOCABULARY} logits are NaN" in str(got[1].error)
+    assert str(got[1].error) == str(wanted[1].error)
 
 
 def test_the_setting_decides_where_candidates_are_picked() -> None:

@@ -1,0 +1,1 @@
+"""Candidates for sampling, picked on the device."""
