@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from edgepipe_mlx import MlxBackend, backend
+from edgepipe_mlx import MlxBackend, backend, own_kernels
 from edgepipe_mlx.backend import StepTicket
 from edgepipe_mlx.blocks.kernels import MetalKernels
 from edgepipe_mlx.pages.kernels import MetalPages
@@ -64,10 +64,11 @@ def counted_backend(options: BackendOptions, *, own: bool = True) -> Iterator[Co
         return lambda x, *_given, **_named: operation(x, axis=-1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "is_cpu", lambda _device: False)
+        for module in (backend, own_kernels):
+            patch.setattr(module, "is_cpu", lambda _device: False)
         patch.setattr(mx.fast, "metal_kernel", _metal_kernel)
-        patch.setattr(backend, "checked_kernels", lambda _dtype: MetalKernels() if own else _NOTHING)
-        patch.setattr(backend, "checked_pages", lambda _forms: MetalPages() if own else _NOTHING)
+        patch.setattr(own_kernels, "checked_kernels", lambda _dtype: MetalKernels() if own else _NOTHING)
+        patch.setattr(own_kernels, "checked_pages", lambda _forms: MetalPages() if own else _NOTHING)
         patch.setattr(picking, "checked_picks", lambda _vocabulary: MetalPicks() if own else _NOTHING)
         patch.setattr(mx.fast, "rms_norm", stands(mx.sort))
         patch.setattr(mx.fast, "rope", stands(mx.cumsum))

@@ -103,7 +103,6 @@ def test_so_do_those_of_the_kernels_own_source(tmp_path: Path, monkeypatch: pyte
     host = HostKernels(tmp_path)
     monkeypatch.setattr(mx.fast, "metal_kernel", host.make)
     monkeypatch.setattr(mlx_backend, "is_cpu", lambda _device: False)
-    monkeypatch.setattr(mlx_backend, "checked_pages", lambda _forms: NOTHING)
     model = chain("device")
     of_check = host.launches
     assert_same(answers(model, sequences(words, PROMPT), 3), expected)
@@ -112,7 +111,6 @@ def test_so_do_those_of_the_kernels_own_source(tmp_path: Path, monkeypatch: pyte
 
 def test_without_the_kernels_whole_rows_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlx_backend, "is_cpu", lambda _device: False)
-    monkeypatch.setattr(mlx_backend, "checked_pages", lambda _forms: NOTHING)
     monkeypatch.setattr(picking, "checked_picks", lambda _vocabulary: NOTHING)
     model = chain("device").plain
     assert not model.picks_candidates
