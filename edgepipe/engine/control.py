@@ -23,6 +23,7 @@ from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
     DiskCopied,
     DiskCopies,
+    Drafted,
     HomeOpened,
     HostRoom,
     PipelineSpec,
@@ -38,7 +39,7 @@ from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
-Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom
+Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom | Drafted
 
 
 class StageControl:
@@ -181,6 +182,8 @@ class StageControl:
         kind = report.WhichOneof("message")
         if kind == "step_done":
             self._on_report(self.site, done_from_wire(report.step_done))
+        elif kind == "drafted":
+            self._on_report(self.site, from_wire(report.drafted, Drafted))
         elif kind == "timings":
             self._on_report(self.site, from_wire(report.timings, StageTimings))
         elif kind == "home_opened":

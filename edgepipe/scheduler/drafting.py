@@ -11,6 +11,8 @@ windows and drafts of a step together may lengthen a token of the others by 3 % 
 
 Probabilities are counted for each source of drafts, by the draft's place in its window, and for each sequence. A window
 that is not worth it gives no counts, so after some turns a short one is tried all the same; then after twice as many.
+
+Windows of a lone sequence may follow one another in flight (``flights.py``), where that promises a tenth more.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from math import inf, prod
 from operator import mul
 
 from edgepipe.backend.drafting import MOST_DRAFTS, NO_DRAFTS, Drafts, DraftSource
+from edgepipe.scheduler.flights import DraftChain, Flight, Judged, best_flight
 
 _PRIOR = {
     DraftSource.GRAMMAR: 0.95,
@@ -44,6 +47,9 @@ _TRIED = 1  # drafts of a window on trial
 _FREE = 0.002  # share of a period that all drafts of a window may take to count as free
 _ALL_RIGHT = (1.0,) * MOST_DRAFTS
 _FACTOR_KEPT = 0.99  # part of the times that remains with each window: the factor of the last hundred
+_LEAST_FLIGHT, _KEPT_FLIGHT = 1.1, 1.02  # rate over that of single windows at which windows in flight begin, and go on
+_JUDGED_RUNS = 24  # runs of right drafts after which the measured rate of windows in flight counts
+_GROUNDED = 256  # windows without others in flight after these were measured to be slower
 
 
 @dataclass(slots=True)
@@ -59,6 +65,10 @@ class SequenceDrafts:
     pause: int = _LEAST_PAUSE
     waited: int = 0  # turns since the last window or trial
     last_source: int = DraftSource.UNKNOWN
+    chain: DraftChain = field(default_factory=DraftChain)  # drafts of windows in flight
+    flight: Flight | None = None  # how its windows follow one another; None: one at a time
+    run_since_s: float | None = None  # when the newest wrong draft of a chain was found; None: not in this flight
+    run_tokens: int = 0  # tokens since then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +79,7 @@ class DraftStats:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0
     factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
+    ahead: int = 0  # windows that began before the tokens of the one before them were known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +101,24 @@ class Share:
 class Drafting:
     """Chooses windows, and counts how they end."""
 
-    def __init__(self, period_s: Callable[[int], float], draft_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        period_s: Callable[[int], float],
+        draft_s: Callable[[], float],
+        slowest_s: Callable[[int], float] | None = None,
+    ) -> None:
         """
-        period_s  seconds between two tokens of a sequence if its step has so many rows; 0 while not known
-        draft_s   seconds that one draft takes
+        period_s   seconds between two tokens of a sequence if its step has so many rows; 0 while not known
+        draft_s    seconds that one draft takes
+        slowest_s  seconds of a step with so many rows on the slowest stage or link; None: no windows in flight
         """
         self._period_s = period_s
         self._draft_s = draft_s
+        self._slowest_s = slowest_s
+        self._flown = (0, 0, 0.0)  # runs of windows in flight, their tokens and seconds as measured
+        self._grounded = 0  # windows until windows in flight are tried again
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
-        self._windows = self._drafted = self._accepted = 0
+        self._windows = self._drafted = self._accepted = self._ahead = 0
         self._plain_s = self._spent_s = 0.0
         self._newest_case: tuple[Share, float, float] | None = None  # of ``_best_case``, and its result
         self._newest_best = 0
@@ -142,10 +162,7 @@ class Drafting:
     def note(self, own: SequenceDrafts, sources: Sequence[int], *, accepted: int, share: Share) -> None:
         """Count a window whose first ``accepted`` drafts were right."""
         for place, source in enumerate(sources[: accepted + 1]):
-            right = float(place < accepted)
-            key = (source, min(place, _DEEPEST - 1))
-            self._counts[key] = _counted(self._counts.get(key, (0.0, 0.0)), right, kept=_SHARED_KEPT)
-            own.counts[source] = _counted(own.counts.get(source, (0.0, 0.0)), right, kept=_OWN_KEPT)
+            self._note_draft(own, source, place, right=place < accepted)
         self._windows += 1
         self._drafted += len(sources)
         self._accepted += accepted
@@ -153,6 +170,60 @@ class Drafting:
         spent_s = self._period_s(share.rows + len(sources)) + len(sources) * self._draft_s()
         self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
         self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
+
+    def flight(self, own: SequenceDrafts, share: Share) -> Flight | None:
+        """Return how the sequence's windows follow one another in flight; None: one at a time is as good."""
+        if self._slowest_s is None or not share.alone or own.last_source != DraftSource.MODEL:
+            return None
+        if not self._period_s(1) or not self._slowest_s(1):
+            return None
+        if self._grounded:
+            self._grounded -= 1
+            return None
+        chances = [self._chance(own, DraftSource.MODEL, place) for place in range(_DEEPEST)]
+        found = best_flight(chances, period_s=self._period_s, slowest_s=self._slowest_s, draft_s=self._draft_s())
+        single = self._single_rate(share, [*chances, *[chances[-1]] * (MOST_DRAFTS - _DEEPEST)])
+        if found is None or found.rate < single * (_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT):
+            return None
+        runs, tokens, seconds = self._flown
+        if runs >= _JUDGED_RUNS:
+            self._flown = (0, 0, 0.0)
+            if tokens < single * seconds:
+                self._grounded = _GROUNDED
+                return None
+        return found
+
+    def _single_rate(self, share: Share, chances: Sequence[float]) -> float:
+        """Return the tokens per second of single windows, or without any if that is faster."""
+        count = self._best(share, chances)
+        tokens = sum(accumulate(chances[:count], mul, initial=1.0))
+        return tokens / (self._period_s(1 + count) + count * self._draft_s())
+
+    def note_flight(
+        self, own: SequenceDrafts, judged: Judged, *, tokens: int, ahead: bool = True, now_s: float | None
+    ) -> None:
+        """Count a window in flight that gave so many tokens.
+
+        ahead  whether it began before the tokens of the one before it were known
+        now_s  the present time; None: not measured
+        """
+        self._ahead += ahead
+        right = len(judged.sources) - judged.wrong
+        for at, source in enumerate(judged.sources):
+            self._note_draft(own, source, judged.place + at, right=at < right)
+        self._windows += 1
+        self._drafted += len(judged.sources)
+        self._accepted += right
+        own.run_tokens += tokens
+        if not judged.wrong:
+            return
+        if own.run_since_s is not None and now_s is not None:
+            seconds = now_s - own.run_since_s
+            runs, all_tokens, all_s = self._flown
+            self._flown = runs + 1, all_tokens + own.run_tokens, all_s + seconds
+            self._plain_s = _FACTOR_KEPT * self._plain_s + own.run_tokens * self._period_s(1)
+            self._spent_s = _FACTOR_KEPT * self._spent_s + seconds
+        own.run_since_s, own.run_tokens = now_s, 0
 
     def forecast(self, chances: Sequence[float]) -> tuple[int, float]:
         """Return how many drafts a lone sequence's window has, and the factor, which is that of ``DraftStats``.
@@ -170,7 +241,13 @@ class Drafting:
             drafted=self._drafted,
             accepted=self._accepted,
             factor=self._plain_s / self._spent_s if self._spent_s else 0.0,
+            ahead=self._ahead,
         )
+
+    def _note_draft(self, own: SequenceDrafts, source: int, place: int, *, right: bool) -> None:
+        key = (source, min(place, _DEEPEST - 1))
+        self._counts[key] = _counted(self._counts.get(key, (0.0, 0.0)), float(right), kept=_SHARED_KEPT)
+        own.counts[source] = _counted(own.counts.get(source, (0.0, 0.0)), float(right), kept=_OWN_KEPT)
 
     def _chance(self, own: SequenceDrafts, source: int, place: int) -> float:
         prior = _PRIOR.get(DraftSource(source), _OTHER_PRIOR) if source in _SOURCES else _OTHER_PRIOR

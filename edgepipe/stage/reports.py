@@ -16,6 +16,7 @@ from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.plans import (
     DiskCopied,
+    Drafted,
     HomeTokens,
     HostRoom,
     LinkSample,
@@ -62,6 +63,10 @@ class Reports:
     def done(self, done: StepDone) -> None:
         """Report a retired step."""
         self._put(done_to_wire(done))
+
+    def drafted(self, drafted: Drafted) -> None:
+        """Report drafts for windows in flight."""
+        self._put(stage_pb2.StageReport(drafted=to_wire(drafted, stage_pb2.Drafted)))
 
     def timing(self, timing: StepTiming) -> None:
         """Report a computed step's timing, within 100 ms."""

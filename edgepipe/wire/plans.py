@@ -137,13 +137,15 @@ class StepPlan:
     step: StepId
     last_slice: int  # the stage of this slice sends StepDone
     rows: tuple[PlanRow, ...] = ()
-    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds; for the head's, if a row samples several
+    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds; for the head's, if a row holds drafts
     after: StepId | None = None  # the step whose sampled tokens the rows begin with; None: ``token_ids`` has them
     home: bool = False  # the sampled tokens also go to the stage that embeds: later plans may have rows after this step
     registers: tuple[SequenceId, ...] = ()  # sequences that begin in this step; applied before the rows
     frees: tuple[SequenceId, ...] = ()  # applied before the registers
     copies: tuple[BlockCopy, ...] = ()
     moves: tuple[TierMove, ...] = ()  # see ``ScheduledStep``
+    lot: int = 0  # see ``ScheduledStep``
+    assumed: bool = False  # see ``ScheduledStep``
 
     @cached_property
     def num_tokens(self) -> int:
@@ -205,7 +207,7 @@ class LinkSample:
 class StepDone:
     """A step is retired.
 
-    A row that ``failures`` does not name has at least one token.
+    A row that ``failures`` does not name has at least one token, unless its step is ``assumed``.
     """
 
     epoch: Epoch
@@ -217,6 +219,19 @@ class StepDone:
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
     failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (sampling row, reason why no further token was sampled)
     drafts: tuple[Drafts, ...] = ()  # what may follow the tokens of each sampling row; empty: no drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Drafts of a sequence's tokens, for windows in flight. They assume all drafts of it that came before."""
+
+    epoch: Epoch
+    step: StepId  # the newest step whose tokens of the sequence the drafter had
+    sequence: SequenceId
+    position: int  # absolute, of the first draft
+    ids: tuple[int, ...]
+    sources: tuple[int, ...]
+    took_us: int = 0  # for all of them; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +366,8 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
         frees=tuple(map(SequenceId, message.frees)),
         copies=tuple([BlockCopy(copy.source, copy.target) for copy in message.copies]),
         moves=_moves(message),
+        lot=message.lot,
+        assumed=message.assumed,
     )
 
 
