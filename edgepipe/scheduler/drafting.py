@@ -48,8 +48,11 @@ _FREE = 0.002  # share of a period that all drafts of a window may take to count
 _ALL_RIGHT = (1.0,) * MOST_DRAFTS
 _FACTOR_KEPT = 0.99  # part of the times that remains with each window: the factor of the last hundred
 _LEAST_FLIGHT, _KEPT_FLIGHT = 1.1, 1.02  # rate over that of single windows at which windows in flight begin, and go on
-_JUDGED_RUNS = 24  # runs of right drafts after which the measured rate of windows in flight counts
-_GROUNDED = 256  # windows without others in flight after these were measured to be slower
+_KEPT_RATE = 0.95  # part of measured rates that remains with each turn and run: those of the last twenty
+_EARLY_RUNS, _JUDGED_RUNS = 10, 16  # after so many runs in flight, a rate far below that of single windows counts; any
+_FAR = 0.8  # such a rate, as a share of that of single windows
+_LEAST_GROUNDED, _MOST_GROUNDED = 256, 4096  # windows one at a time after those in flight were measured to be slower
+_REFRESHED_RUNS, _REFRESH = 200, 8  # after so many runs in flight, so many windows one at a time measure these anew
 
 
 @dataclass(slots=True)
@@ -69,6 +72,8 @@ class SequenceDrafts:
     flight: Flight | None = None  # how its windows follow one another; None: one at a time
     run_since_s: float | None = None  # when the newest wrong draft of a chain was found; None: not in this flight
     run_tokens: int = 0  # tokens since then
+    # The newest step that held it alone, with no window in flight, and when that retired.
+    newest_turn: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +120,9 @@ class Drafting:
         self._period_s = period_s
         self._draft_s = draft_s
         self._slowest_s = slowest_s
-        self._flown = (0, 0, 0.0)  # runs of windows in flight, their tokens and seconds as measured
-        self._grounded = 0  # windows until windows in flight are tried again
+        self._single = self._flown = (0.0, 0.0)  # tokens and seconds of single windows, and of runs in flight
+        self._runs = 0  # in flight, since the last windows one at a time
+        self._grounded, self._pause = 0, _LEAST_GROUNDED  # windows until some are in flight again; the next such time
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
         self._windows = self._drafted = self._accepted = self._ahead = 0
         self._plain_s = self._spent_s = 0.0
@@ -185,13 +191,27 @@ class Drafting:
         single = self._single_rate(share, [*chances, *[chances[-1]] * (MOST_DRAFTS - _DEEPEST)])
         if found is None or found.rate < single * (_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT):
             return None
-        runs, tokens, seconds = self._flown
-        if runs >= _JUDGED_RUNS:
-            self._flown = (0, 0, 0.0)
-            if tokens < single * seconds:
-                self._grounded = _GROUNDED
-                return None
+        if self._slower():
+            self._grounded, self._pause = self._pause, min(2 * self._pause, _MOST_GROUNDED)
+        elif self._runs >= _REFRESHED_RUNS:
+            self._grounded, self._pause = _REFRESH, _LEAST_GROUNDED
+        if self._grounded:
+            self._runs, self._flown = 0, (0.0, 0.0)
+            return None
         return found
+
+    def _slower(self) -> bool:
+        """Return whether windows in flight were measured to give fewer tokens per second than single ones.
+
+        They take more work of the hosts, which the formula does not know.
+        """
+        (tokens, seconds), (flown, flown_s) = self._single, self._flown
+        ratio = flown * seconds / (flown_s * tokens) if flown_s and tokens else 1.0
+        return (self._runs >= _EARLY_RUNS and ratio < _FAR) or (self._runs >= _JUDGED_RUNS and ratio < 1.0)
+
+    def note_single(self, tokens: int, seconds: float) -> None:
+        """Record the tokens of a turn of a lone sequence, which has no windows in flight, and its time."""
+        self._single = _KEPT_RATE * self._single[0] + tokens, _KEPT_RATE * self._single[1] + seconds
 
     def _single_rate(self, share: Share, chances: Sequence[float]) -> float:
         """Return the tokens per second of single windows, or without any if that is faster."""
@@ -219,8 +239,8 @@ class Drafting:
             return
         if own.run_since_s is not None and now_s is not None:
             seconds = now_s - own.run_since_s
-            runs, all_tokens, all_s = self._flown
-            self._flown = runs + 1, all_tokens + own.run_tokens, all_s + seconds
+            self._runs += 1
+            self._flown = _KEPT_RATE * self._flown[0] + own.run_tokens, _KEPT_RATE * self._flown[1] + seconds
             self._plain_s = _FACTOR_KEPT * self._plain_s + own.run_tokens * self._period_s(1)
             self._spent_s = _FACTOR_KEPT * self._spent_s + seconds
         own.run_since_s, own.run_tokens = now_s, 0

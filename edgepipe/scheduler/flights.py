@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from math import ceil
-from operator import eq, mul
+from operator import eq, itemgetter, mul
 from typing import NamedTuple
 
 from edgepipe.backend.drafting import NO_DRAFTS, Drafts
@@ -29,6 +29,7 @@ from edgepipe.ids import StepId
 _MOST_LOT = 4  # drafts: larger windows cost experts as much as they bring
 _MOST_WINDOWS = 8  # in flight: as many as stages and links of a long ring
 _LEAST_GAP_S = 0.001  # between two windows: a stage's host takes as long for each step, however fast its device is
+_ENOUGH = 0.95  # of the most tokens per second
 _MOST_TOKENS = 64  # of a run that the formula counts
 MOST_CHAIN = 48  # drafts behind a sequence's known tokens
 
@@ -56,29 +57,29 @@ def best_flight(
     slowest_s: Callable[[int], float],
     draft_s: float,
 ) -> Flight | None:
-    """Return the flight with the most tokens per second; None if no two windows fit into a turn.
+    """Return a flight with about the most tokens per second; None if no two windows fit into a turn.
+
+    Of those that are nearly as fast, it is the one with the fewest windows per second: each costs the hosts a step.
 
     chances    by place in a chain, the probability that a draft is right if those before it are; the last one repeats
     period_s   seconds of a turn with so many rows
     slowest_s  seconds of so many rows on the slowest stage or link
     """
+    flights: list[tuple[float, Flight]] = []  # each with its gap
     every = [*chances, *[chances[-1]] * (_MOST_TOKENS - len(chances))]
     reached = [*accumulate(every, mul, initial=1.0)]  # probability that the first n drafts are right
-    best: Flight | None = None
     for lot in range(1, _MOST_LOT + 1):
         turn_s, lot_s = period_s(lot), lot * draft_s
-        gap_s = max(slowest_s(lot), lot_s, _LEAST_GAP_S)
-        windows = min(_MOST_WINDOWS, ceil(turn_s / gap_s))
-        if windows < 2:
-            continue
-        gap_s = max(gap_s, turn_s / windows)
+        least_gap_s = max(slowest_s(lot), lot_s, _LEAST_GAP_S)
         first_s = max(slowest_s(1), lot_s)
-        run_s = gap_s / 2 + (1 - reached[1]) * period_s(1) + reached[1] * (first_s + turn_s)
-        run_s += gap_s * sum(reached[1 + lot :: lot])
-        rate = sum(reached) / run_s
-        if best is None or rate > best.rate:
-            best = Flight(lot, windows, rate)
-    return best
+        for windows in range(2, min(_MOST_WINDOWS, ceil(turn_s / least_gap_s)) + 1):
+            gap_s = max(least_gap_s, turn_s / windows)
+            run_s = gap_s / 2 + (1 - reached[1]) * period_s(1) + reached[1] * (first_s + turn_s)
+            run_s += gap_s * sum(reached[1 + lot :: lot])
+            flights.append((gap_s, Flight(lot, windows, sum(reached) / run_s)))
+    most = max([flight.rate for _, flight in flights], default=0.0)
+    good = [each for each in flights if each[1].rate >= _ENOUGH * most]
+    return max(good, key=itemgetter(0))[1] if good else None
 
 
 class Judged(NamedTuple):

@@ -339,7 +339,7 @@ class Scheduler:
                 self._append(sequence, next(rows), events)
             self._release_if_idle(sequence)
         if self._drafting is not None and not record.lot:
-            self._note_drafts(record, drafts)
+            self._note_drafts(record, ids, drafts)
         return events
 
     def add_drafts(self, sequence_id: SequenceId, drafts: Drafts, *, position: int, step: StepId) -> None:
@@ -358,7 +358,7 @@ class Scheduler:
         """
         sequence = record.decodes[0]
         own = sequence.drafts
-        sequence.decoded_s = 0.0  # turns of windows in flight overlap: none is measured
+        sequence.decoded_s, own.newest_turn = 0.0, None  # turns of windows in flight overlap: none is measured
         record.void = record.void or (record.assumed and not sampled)
         if record.void or sequence.phase is Phase.ENDED:
             return
@@ -378,9 +378,14 @@ class Scheduler:
             record.after = record.step
             self._steps.decodes -= 1
 
-    def _note_drafts(self, record: InFlight, drafts: Seq[Drafts]) -> None:
+    def _note_drafts(self, record: InFlight, ids: Seq[Seq[int]], drafts: Seq[Drafts]) -> None:
         """Keep the drafts behind a step's tokens; where a step follows that was planned ahead, only that some came."""
         sampling = record.sampling
+        if self._drafting is not None and self._num_decodes == 1 and len(record.decodes) == 1 and not record.chunks:
+            own, now_s = record.decodes[0].drafts, self._now_s
+            if now_s is not None and own.newest_turn is not None and own.newest_turn[0] == record.step - 1:
+                self._drafting.note_single(len(ids[0]), now_s - own.newest_turn[1])
+            own.newest_turn = (record.step, now_s) if now_s is not None else None
         for sequence, proposed in zip(sampling, drafts or [NO_DRAFTS] * len(sampling), strict=True):
             sequence.drafts.next = NO_DRAFTS if record.followed else proposed
             sequence.drafts.found = bool(proposed.ids)

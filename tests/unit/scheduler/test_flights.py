@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -131,22 +132,40 @@ def test_a_flight_must_promise_a_tenth_more_than_single_windows(right: float, fl
     assert drafting.flight(own, ALONE) is None
 
 
-def test_a_flight_that_is_measured_to_be_slow_ends_for_a_while() -> None:
-    drafting, own = Drafting(turn_s, lambda: 0.0005, slowest_s), SequenceDrafts(last_source=MODEL)
+def fly(drafting: Drafting, own: SequenceDrafts, turns: int, *, run_s: float) -> list[bool]:
+    """Choose so often; a run of three tokens takes ``run_s``. Return whether windows were in flight."""
     now_s, chosen = 0.0, list[bool]()
-    for _ in range(400):
+    for _ in range(turns):
         own.flight = drafting.flight(own, ALONE)
         chosen.append(own.flight is not None)
         if own.flight is None:
+            own.run_since_s = None
+            drafting.note_single(2, 0.02)
             continue
-        now_s += 0.06  # three tokens in the time of six
+        now_s += run_s
         own.chain.begin(Drafts((1, 2, 3), (MODEL,) * 3))
         judged = own.chain.took(StepId(1), (1, 2, 4))
         drafting.note_flight(own, judged, tokens=3, now_s=now_s)
-    assert chosen[:20] == [True] * 20
-    assert chosen[40:250] == [False] * 210
-    assert any(chosen[250:])
+    return chosen
+
+
+def test_flights_that_are_measured_to_be_slow_end_for_longer_and_longer() -> None:
+    drafting, own = Drafting(turn_s, lambda: 0.0005, slowest_s), SequenceDrafts(last_source=MODEL)
+    drafting.note_single(2, 0.02)
+    chosen = fly(drafting, own, 2000, run_s=0.06)
+    assert chosen[:8] == [True] * 8
+    flown = [place for place, was in enumerate(chosen) if was]
+    pauses = [after - before - 1 for before, after in pairwise(flown) if after > before + 1]
+    assert pauses == [257, 513, 1025], "the window that ends the flight, and those after it"
+    assert len(flown) < 60
     assert 0 < drafting.stats().factor < 1
+
+
+def test_single_windows_are_measured_anew_now_and_then() -> None:
+    drafting, own = Drafting(turn_s, lambda: 0.0005, slowest_s), SequenceDrafts(last_source=MODEL)
+    drafting.note_single(2, 0.02)
+    chosen = fly(drafting, own, 1000, run_s=0.02)
+    assert 0.95 * len(chosen) < sum(chosen) < len(chosen)
 
 
 def chain_of(*ids: int) -> DraftChain:
