@@ -50,6 +50,7 @@ _FACTOR_KEPT = 0.99  # part of the times that remains with each window: the fact
 _LEAST_FLIGHT, _KEPT_FLIGHT = 1.1, 1.02  # rate over that of single windows at which windows in flight begin, and go on
 _KEPT_RATE = 0.95  # part of measured rates that remains with each turn and run: those of the last twenty
 _EARLY_RUNS, _JUDGED_RUNS = 10, 16  # after so many runs in flight, a rate far below that of single windows counts; any
+_LONG_RUN = 16  # tokens of a run after which it counts, though no draft is wrong
 _FAR = 0.8  # such a rate, as a share of that of single windows
 _LEAST_GROUNDED, _MOST_GROUNDED = 256, 4096  # windows one at a time after those in flight were measured to be slower
 _REFRESHED_RUNS, _REFRESH = 200, 8  # after so many runs in flight, so many windows one at a time measure these anew
@@ -70,7 +71,7 @@ class SequenceDrafts:
     last_source: int = DraftSource.UNKNOWN
     chain: DraftChain = field(default_factory=DraftChain)  # drafts of windows in flight
     flight: Flight | None = None  # how its windows follow one another; None: one at a time
-    run_since_s: float | None = None  # when the newest wrong draft of a chain was found; None: not in this flight
+    run_since_s: float | None = None  # when its newest run of right drafts in flight began; None: there is none
     run_tokens: int = 0  # tokens since then
     # The newest step that held it alone, with no window in flight, and when that retired.
     newest_turn: tuple[int, float] | None = None
@@ -235,7 +236,7 @@ class Drafting:
         self._drafted += len(judged.sources)
         self._accepted += right
         own.run_tokens += tokens
-        if not judged.wrong:
+        if not judged.wrong and own.run_tokens < _LONG_RUN and own.run_since_s is not None:
             return
         if own.run_since_s is not None and now_s is not None:
             seconds = now_s - own.run_since_s

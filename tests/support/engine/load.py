@@ -137,15 +137,17 @@ async def run_load(
     kv: str = "",
     clients: int = CLIENTS_PER_GATEWAY,
     micro_batches: int = 4,
+    link: str = "",
 ) -> Load:
     """Eight users at each gateway (``clients``) and a KV pool that is too small for them.
 
-    ``losses``: stages to lose meanwhile; ``acceptance`` of drafts and form of ``kv``: see ``engine_lab``.
+    ``losses``: stages to lose meanwhile; ``link``, ``acceptance`` of drafts and form of ``kv``: see ``engine_lab``.
     """
     rng = random.Random(seed)
     async with engine_lab(
         num_stages=3,
         micro_batches=micro_batches,
+        link=link,
         max_blocks=max_blocks,
         max_host_blocks=max_host_blocks,
         max_disk_blocks=max_disk_blocks,
