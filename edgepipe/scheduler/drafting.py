@@ -71,7 +71,7 @@ class SequenceDrafts:
     last_source: int = DraftSource.UNKNOWN
     chain: DraftChain = field(default_factory=DraftChain)  # drafts of windows in flight
     flight: Flight | None = None  # how its windows follow one another; None: one at a time
-    run_since_s: float | None = None  # when its newest run of right drafts in flight began; None: there is none
+    run_since_s: float | None = None  # when its newest run of right drafts in flight began; None: not in flight
     run_tokens: int = 0  # tokens since then
     # The newest step that held it alone, with no window in flight, and when that retired.
     newest_turn: tuple[int, float] | None = None
