@@ -119,6 +119,7 @@ class EmulatedBackend:
             ram_total_bytes=device.ram_bytes,
             ram_free_bytes=device.ram_bytes,
             ram_bytes_per_s=device.ram_bytes_per_s,
+            reads_as=device.reads_as,
         )
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
@@ -33,6 +33,7 @@ _APPLE_LAYER_S, _APPLE_ROW_S, _APPLE_STEP_S = 60e-6, 14e-6, 0.5e-3
 # (first number of tokens, factor): step time jumps at tile edges, as measured on an L20.
 _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
 _CUDA_PACKED_TILES = ((9, 1.16), (17, 1.35), (33, 1.56))  # packed weights: instructions of the compiled kernels
+_MLX_TILES = ((33, 1.15),)
 
 _ALIASES = {
     "auto": "rtx4090",
@@ -96,6 +97,22 @@ class DeviceModel:
         return self.memory_bytes - min(_DESKTOP_BYTES, self.memory_bytes // 10)
 
 
+class KernelTiles(TypedDict, total=False):
+    """Numbers of tokens at which kernels take longer, see ``DeviceModel``."""
+
+    tile_steps: tuple[tuple[int, float], ...]
+    packed_tile_steps: tuple[tuple[int, float], ...]
+
+
+def kernel_tiles(kind: str) -> KernelTiles:
+    """Return the tiles of the kernels of a packing (``edgepipe.weights.resident``), where they are known."""
+    if kind == "torch-cuda":
+        return {"tile_steps": _CUDA_TILES, "packed_tile_steps": _CUDA_PACKED_TILES}
+    if kind in ("mlx", "mlx-blocks"):
+        return {"tile_steps": _MLX_TILES, "packed_tile_steps": _MLX_TILES}
+    return {}
+
+
 def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: float) -> DeviceModel:
     return DeviceModel(
         name=name,
@@ -108,8 +125,7 @@ def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: floa
         recurrent_overhead_s=_GPU_RECURRENT_S,
         launch_layer_s=CUDA_LAUNCH_LAYER_S,
         launch_row_s=CUDA_LAUNCH_ROW_S,
-        tile_steps=_CUDA_TILES,
-        packed_tile_steps=_CUDA_PACKED_TILES,
+        **kernel_tiles("torch-cuda"),
         reads_as="torch-cuda",
         ram_bytes=_PC_RAM_BYTES,
         ram_bytes_per_s=_PC_RAM_BYTES_PER_S,
@@ -126,8 +142,7 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
         layer_overhead_s=_APPLE_LAYER_S,
         sequence_overhead_s=10e-6,
         layer_row_s=_APPLE_ROW_S,
-        tile_steps=((33, 1.15),),
-        packed_tile_steps=((33, 1.15),),
+        **kernel_tiles("mlx"),
         shared_memory=True,
         reads_as="mlx",
     )

@@ -106,6 +106,7 @@ class DeviceProfile:
     ram_total_bytes: int = 0  # 0: the backend keeps no experts there, or its device uses that memory itself
     ram_free_bytes: int = 0  # available now
     ram_bytes_per_s: float = 0.0  # rate at which the CPU reads host memory, as measured
+    reads_as: str = ""  # packing whose kernels an emulated device imitates; empty: its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
-from edgepipe.backend.devices import CUDA_LAUNCH_LAYER_S, CUDA_LAUNCH_ROW_S, DeviceModel
+from edgepipe.backend.devices import CUDA_LAUNCH_LAYER_S, CUDA_LAUNCH_ROW_S, DeviceModel, kernel_tiles
 from edgepipe.backend.expert_reads import ExpertShare, cleaned
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
@@ -18,6 +18,7 @@ from edgepipe.ids import NodeId
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
+from edgepipe.spec.expert_places import split_kind
 from edgepipe.spec.facts import ModelConfig, Slice, whole_slice
 from edgepipe.units import LinkShape
 from edgepipe.weights.weight_table import FLOATS, WeightTable
@@ -267,7 +268,7 @@ def _cost_model(
 
 
 def _as_table(profile: DeviceProfile) -> DeviceModel:
-    """Build a data-sheet device from a profile, with overheads assumed by its kind."""
+    """Build a data-sheet device from a profile, with overheads and tiles by its kind."""
     guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
     is_cuda = profile.device.startswith("cuda")
     step_s, layer_s = _CUDA_OVERHEADS_S if is_cuda else guessed
@@ -281,6 +282,8 @@ def _as_table(profile: DeviceProfile) -> DeviceModel:
         launch_layer_s=CUDA_LAUNCH_LAYER_S if is_cuda else 0.0,
         launch_row_s=CUDA_LAUNCH_ROW_S if is_cuda else 0.0,
         ram_bytes_per_s=profile.ram_bytes_per_s,
+        reads_as=profile.reads_as,
+        **kernel_tiles(profile.reads_as or split_kind(profile.packing)[0]),
     )
 
 

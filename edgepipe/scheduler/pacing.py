@@ -324,7 +324,7 @@ class Pacer:
 
     def _chunk_alone(self, waiting: Waiting) -> Chunk | None:
         target = self._target
-        if target is None or target.prompt != waiting.prompt or self._became_faster(target):
+        if target is None or target.prompt != waiting.prompt or self._changed(target):
             if (best := self._best(waiting)) is None:
                 return None
             most = int(min(self._most, max(1, self._room / best.in_flight)))
@@ -396,13 +396,14 @@ class Pacer:
             tokens = guess if low < guess < high else (low + high) // 2
         return low
 
-    def _became_faster(self, target: _Target) -> bool:
-        """Whether the example takes less time than when the target was chosen; where it takes more, chunks shrink.
+    def _changed(self, target: _Target) -> bool:
+        """Whether the example takes another time than when the target was chosen.
 
-        A link that has carried only the small steps of chats seems slow until larger ones are measured.
+        A link that has carried only the small steps of chats seems slow until larger ones are measured, and kernels of
+        one size may prove slower than the device's data sheet lets expect.
         """
         passage = self.passage(target.example)
-        return passage is not None and passage.server_s < (1 - _CHANGED) * target.seconds
+        return passage is not None and abs(passage.server_s - target.seconds) > _CHANGED * target.seconds
 
     def _in_flight(self, passage: Passage, tokens: int, *, spare: int = 1) -> int:
         """Return P: enough to keep the slowest server busy, and no more than windows have room for.

@@ -111,8 +111,11 @@ class Curve:
         point.size += weight * (size - point.size)
         point.seconds += weight * (seconds - point.seconds)
 
-    def at(self, sizes: Floats) -> Floats:
-        """Return the seconds at each size; zeros before the first sample."""
+    def at(self, sizes: Floats, *, beyond_s: float = 0.0) -> Floats:
+        """Return the seconds at each size; zeros before the first sample.
+
+        ``beyond_s``: seconds for each unit beyond the measured sizes, if that is known; 0: as these let expect.
+        """
         xs, ys = self._fit()
         if not len(xs):
             return np.zeros_like(sizes)
@@ -121,7 +124,7 @@ class Curve:
         else:
             slope = self._growing * ys[0] / xs[0]
         short = min(slope, ys[0] / xs[0]) * np.maximum(xs[0] - sizes, 0.0)
-        beyond = min(slope, ys[-1] / xs[-1]) * np.maximum(sizes - xs[-1], 0.0)
+        beyond = (beyond_s or min(slope, ys[-1] / xs[-1])) * np.maximum(sizes - xs[-1], 0.0)
         return np.interp(sizes, xs, ys) - short + beyond
 
     def _forget(self) -> None:
@@ -236,8 +239,13 @@ class LinkCurve:
         self._now[size] = min(self._now.get(size, (inf, 0)), (round_trip_s, num_bytes))
 
     def at(self, num_bytes: Floats) -> Floats:
-        """Return the seconds that the link is busy with each number of bytes."""
-        return np.maximum(self._uploads.at(num_bytes), num_bytes * self._s_per_byte())
+        """Return the seconds that the link is busy with each number of bytes.
+
+        What is larger than all measured steps takes the wire's own rate in addition: small steps cost the hosts more
+        than the wire.
+        """
+        uploads_s = self._uploads.at(num_bytes, beyond_s=self._spread_s_per_byte)
+        return np.maximum(uploads_s, num_bytes * self._s_per_byte())
 
     def seconds(self, num_bytes: int) -> float:
         """Return ``at`` for one size."""

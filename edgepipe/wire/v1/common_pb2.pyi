@@ -213,6 +213,7 @@ class DeviceProfile(_message.Message):
     RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
     RAM_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     KEEPS_STATES_FIELD_NUMBER: _builtins.int
+    READS_AS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     device: _builtins.str
     name: _builtins.str
@@ -231,6 +232,8 @@ class DeviceProfile(_message.Message):
     """at which the CPU reads it"""
     keeps_states: _builtins.bool
     """it computes recurrent layers"""
+    reads_as: _builtins.str
+    """packing whose kernels an emulated device imitates; empty: its own"""
     @_builtins.property
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -256,10 +259,11 @@ class DeviceProfile(_message.Message):
         ram_free_bytes: _builtins.int = ...,
         ram_bytes_per_s: _builtins.float = ...,
         keeps_states: _builtins.bool = ...,
+        reads_as: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "keeps_states", b"keeps_states", "kv_forms", b"kv_forms", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "packing", b"packing", "ram_bytes_per_s", b"ram_bytes_per_s", "ram_free_bytes", b"ram_free_bytes", "ram_total_bytes", b"ram_total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "keeps_states", b"keeps_states", "kv_forms", b"kv_forms", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "packing", b"packing", "ram_bytes_per_s", b"ram_bytes_per_s", "ram_free_bytes", b"ram_free_bytes", "ram_total_bytes", b"ram_total_bytes", "reads_as", b"reads_as"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

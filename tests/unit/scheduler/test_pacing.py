@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from edgepipe.backend.cost import StepWork
+from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import ThrottledPolicy
 from edgepipe.scheduler.pacing import (
@@ -22,6 +22,7 @@ from edgepipe.scheduler.pacing import (
     most_prompt_steps,
     parse_itl_goal,
 )
+from edgepipe.scheduler.step_time import SliceTimes
 from tests.support.worlds.scheduler import World, limits, spec
 
 MOST = 2048
@@ -276,20 +277,58 @@ def test_batch_sequences_and_goals_that_are_off_bound_nothing() -> None:
 
 
 def test_chunks_follow_a_stage_that_becomes_slower_in_mid_prompt() -> None:
-    factor = 1.0
+    token_s = 1e-4
 
     def step_s(each: StepWork) -> float:
-        return factor * (0.002 + 1e-4 * each.tokens)
+        return 0.002 + token_s * each.tokens
 
     ring = RingTimes([[step_s], [step_s]], [lambda tokens: 0.0], lambda: 1e-3)
     pacer = Pacer(ring, most_tokens=MOST)
     before = pacer.chunk(Waiting(prompt=1, position=0, left=20_000, others=0))
     assert before is not None
-    factor = 3.0
-    after = pacer.chunk(Waiting(prompt=1, position=before.step_tokens, left=20_000 - before.step_tokens, others=0))
+    token_s *= 4
+    waiting = Waiting(prompt=1, position=before.step_tokens, left=20_000 - before.step_tokens, others=0)
+    after = pacer.chunk(waiting)
+    assert after == Pacer(ring, most_tokens=MOST).chunk(waiting)
     assert after is not None
-    assert after.step_tokens == pytest.approx(before.step_tokens / 3, rel=0.2)
-    assert after.seconds == pytest.approx(before.seconds, rel=0.1)
+    assert after.step_tokens < 0.7 * before.step_tokens, "the fixed work is a smaller part now"
+
+
+def test_small_chunks_give_way_to_large_ones_once_their_kernels_prove_slow() -> None:
+    """A data sheet without tiles, and a device whose packed kernels take 33 to 64 tokens at 1.7 times their time."""
+
+    def sheet_s(each: StepWork) -> float:
+        return max(0.011, 2.6e-4 * each.tokens) + (0.05 if each.tokens > 64 else 0.0)
+
+    def device_s(each: StepWork) -> float:
+        return sheet_s(each) * (1.7 if 32 < each.tokens <= 64 else 1.0)
+
+    cost = SliceCost(
+        read_s=0.011,
+        token_s=2.6e-4,
+        head_read_s=0.0,
+        head_row_s=0.0,
+        attention=(),
+        step_overhead_s=0.0,
+        row_overhead_s=0.0,
+        tile_steps=(),
+        widen_s=0.05,
+        widens_above_rows=64,
+    )
+    times = [SliceTimes(cost), SliceTimes(cost)]
+    pacer = Pacer(
+        RingTimes([[each.expected_s] for each in times], [lambda tokens: 0.0], lambda: 1e-3), most_tokens=MOST
+    )
+    position, sizes = 0, list[int]()
+    while position < 24_000:
+        chunk = pacer.chunk(Waiting(prompt=1, position=position, left=24_000 - position, others=0))
+        assert chunk is not None
+        for each in times:
+            each.note(work(position, chunk.step_tokens), device_s(work(position, chunk.step_tokens)))
+        sizes.append(chunk.step_tokens)
+        position += chunk.step_tokens
+    assert 32 < sizes[0] <= 64, "the data sheet favours small chunks"
+    assert min(sizes[5:]) > 256, "and the device does not"
 
 
 def test_chunks_are_chosen_anew_once_a_link_proves_faster_than_its_small_steps_let_expect() -> None:

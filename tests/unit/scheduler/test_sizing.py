@@ -248,6 +248,16 @@ def test_pieces_of_a_large_step_tell_the_rate_that_a_buffer_hides() -> None:
     assert curve.seconds(1_000_000) == pytest.approx(0.08)
 
 
+def test_the_hosts_work_for_small_steps_is_no_rate_of_large_ones_once_the_wire_is_known() -> None:
+    curve = LinkCurve()
+    for _ in range(5):
+        curve.note_upload(num_bytes=50_000, seconds=0.004)
+    assert curve.seconds(5_000_000) == pytest.approx(0.4)
+    arrive(curve, 500_000, 0.01, spread_bytes=400_000, spread_s=0.0032)
+    assert curve.seconds(50_000) == pytest.approx(0.004)
+    assert curve.seconds(5_000_000) == pytest.approx(0.004 + 4_950_000 * 8e-9)
+
+
 def test_large_and_small_steps_tell_the_rate_and_what_waited_does_not_count() -> None:
     curve = LinkCurve()
     for i in range(8):

@@ -117,6 +117,57 @@ def test_a_first_step_that_compiles_kernels_hardly_shrinks_the_chunks_after_it()
     assert times.expected_s(chunk(500)) < 1.2 * device.step_s(chunk(500))
 
 
+@given(devices, st.integers(32, 2048), st.floats(0.3, 3.0))
+def test_kernels_that_one_size_alone_uses_do_not_change_what_others_take(
+    device: Device, tokens: int, factor: float
+) -> None:
+    sheet = data_sheet(device)
+    times = SliceTimes(sheet)
+    others = [size for size in (33, 64, 100, 500, 2048) if max(size, tokens) >= 8 * min(size, tokens)]
+    for _ in range(4):
+        for size in others:
+            times.note(chunk(size), sheet.step_s(chunk(size)))
+    for _ in range(12):
+        times.note(chunk(tokens), factor * sheet.step_s(chunk(tokens)))
+    assert times.expected_s(chunk(tokens)) == pytest.approx(factor * sheet.step_s(chunk(tokens)), rel=0.05)
+    for size in others:
+        assert times.expected_s(chunk(size)) == pytest.approx(sheet.step_s(chunk(size)), rel=0.05)
+
+
+@given(devices, st.floats(0.5, 4.0))
+def test_a_device_that_becomes_slower_does_so_for_all_sizes(device: Device, factor: float) -> None:
+    sheet = data_sheet(device)
+    times = SliceTimes(sheet)
+    for size in (64, 512, 2048) * 3:
+        times.note(chunk(size), sheet.step_s(chunk(size)))
+    for _ in range(15):
+        times.note(chunk(512), factor * sheet.step_s(chunk(512)))
+    for size in (64, 512, 2048):
+        assert times.expected_s(chunk(size)) == pytest.approx(factor * sheet.step_s(chunk(size)), rel=0.25)
+
+
+def test_a_size_far_from_all_measured_ones_is_tried_although_they_were_slow() -> None:
+    device = Device(0.02, 1e-4, 0.0)
+    sheet = data_sheet(device)
+    times = SliceTimes(sheet)
+    for _ in range(10):
+        times.note(chunk(64), 2 * sheet.step_s(chunk(64)))
+    near, far = (times.expected_s(chunk(size)) / sheet.step_s(chunk(size)) for size in (100, 2048))
+    assert 1.6 < near < 2
+    assert 1 < far < 1.2
+
+
+def test_a_single_slow_step_of_a_size_is_forgotten_while_others_are_computed() -> None:
+    device = Device(0.02, 1e-4, 0.0)
+    sheet = data_sheet(device)
+    times = SliceTimes(sheet)
+    times.note(chunk(2048), 100 * sheet.step_s(chunk(2048)))
+    assert times.expected_s(chunk(2048)) == pytest.approx(2 * sheet.step_s(chunk(2048)))
+    for _ in range(150):
+        times.note(chunk(64), sheet.step_s(chunk(64)))
+    assert times.expected_s(chunk(2048)) < 1.1 * sheet.step_s(chunk(2048))
+
+
 def test_chunks_follow_a_device_that_is_much_slower_than_its_data_sheet() -> None:
     device = Device(0.02, 1e-4, 0.0)
     times = SliceTimes(data_sheet(device))
