@@ -4,7 +4,8 @@
 
 ``--help`` lists the parts. They measure the demo model. ``--full``: every type and mix.
 llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
-``instructions`` describes the CUDA products' compiled code, without a GPU, if it is named.
+``instructions`` describes the CUDA products' compiled code, without a GPU, if it is named. ``crowded``, if it is
+named, compares threads that are chosen beside other programs with one for each core.
 ``types``, and ``threads``, ``busy`` and ``wide`` if they are named, need a build for this processor:
 ``scripts/build_llama_cpp FOLDER``, then ``EP_LLAMA_CPP=FOLDER``.
 """
@@ -26,7 +27,7 @@ from gguf import GGMLQuantizationType, quants
 from kernel_code import H100, RTX_4090, bytes_in_flight, codes_of, find_disassembler
 from llama_cpp import llama_cpp
 from packed_quality import kv_rows, products_rows, quality_rows
-from packed_rivals import LLAMA_CONTEXT, busy_rows, rates_of, thread_rows, type_rows, wide_rows
+from packed_rivals import LLAMA_CONTEXT, busy_rows, crowded_rows, rates_of, thread_rows, type_rows, wide_rows
 from parts import Part, run_parts
 
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
@@ -178,6 +179,7 @@ NAMED: dict[str, Part] = {
     "instructions": lambda full: instruction_rows(list(FORMS) if full else KERNEL_TYPES),
     "threads": lambda _full: thread_rows(_demo_file()),
     "busy": lambda _full: busy_rows(_demo_file()),
+    "crowded": lambda _full: crowded_rows(_demo_file()),
     "wide": lambda _full: wide_rows(),
 }
 

@@ -7,8 +7,9 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,38 @@ def busy_rows(model: Path) -> list[Row]:
             label = f"{name}, every core busy"
             found += _rows(model, label, ftype, threads=1, target=BUSY, pick=statistics.median)
     return found
+
+
+def crowded_rows(model: Path) -> list[Row]:
+    """Threads chosen beside other programs against one for each core, each in a process of its own, in turns."""
+    found: list[Row] = []
+    cores = os.cpu_count() or 1
+    for neighbours, target in ((0, 0.95), (1, 1.0), (cores, 1.2), (2 * cores, 1.5)):
+        with _own_process() as chosen, _own_process() as fixed, _neighbours(neighbours):
+            works = [partial(_decode_there, stage, model, threads) for stage, threads in ((chosen, 0), (fixed, cores))]
+            rates = rates_of(NEW_TOKENS, works, pick=statistics.median)
+        label = f"decode beside {neighbours} programs, threads chosen"
+        found.append(at_least(label, rates[0], "tok/s", rates[1], f"{cores} threads", target))
+    return found
+
+
+@contextmanager
+def _own_process() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        yield process
+
+
+def _decode_there(process: ProcessPoolExecutor, model: Path, threads: int) -> float:
+    return process.submit(_decode_s, model, threads).result()
+
+
+@cache
+def _stage(model: Path, threads: int) -> Callable[[], float]:
+    return Ours(open_weights(model), device="cpu", threads=threads).decode(1)
+
+
+def _decode_s(model: Path, threads: int) -> float:
+    return _stage(model, threads)()
 
 
 def wide_rows() -> list[Row]:

@@ -244,6 +244,7 @@ class TorchBackend:
         transfer, steps, is_head = self._device.transfer, self._steps[layout.slice_index], decoder.part.head
         ends = self._ends[layout.slice_index]
         with torch.inference_mode():
+            self._device.begin_step()
             transfer.begin()
             if self._host_copies is not None:
                 self._host_copies.move(layout.moves, self._running)

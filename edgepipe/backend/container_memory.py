@@ -5,17 +5,15 @@ The system's own figures are those of the whole machine. A process beyond the li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edgepipe.backend.control_groups import FIRST, SECOND, Read, group_folders
+
 _NO_LIMIT = "max"
 # Files' pages and caches that the kernel frees before it kills, as it counts them itself where there is no group.
 _FREED_FIRST = ("active_file", "inactive_file", "slab_reclaimable")
-
-Read = Callable[[str], str]
-"""Returns the text of a file. Raises OSError."""
 
 
 class GroupMemory(NamedTuple):
@@ -34,9 +32,10 @@ class _Version:
     prefix: str  # of names in ``memory.stat`` that count groups below, too
 
 
-# Above ``memory.high``, the kernel slows a group down.
-_SECOND = _Version(("memory.max", "memory.high"), "memory.current", "")
-_FIRST = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_VERSIONS = {
+    FIRST: _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+    SECOND: _Version(("memory.max", "memory.high"), "memory.current", ""),  # above ``high`` the kernel slows it down
+}
 
 
 def group_memory(read: Read, *, machine_bytes: int) -> GroupMemory | None:
@@ -46,8 +45,12 @@ def group_memory(read: Read, *, machine_bytes: int) -> GroupMemory | None:
 
     None if no group has a limit below that.
     """
-    folders = _folders(read)
-    found = [memory for each in folders if (memory := _memory(read, *each, machine_bytes)) is not None]
+    folders = group_folders(read, "memory")
+    found = [
+        memory
+        for version, folder in folders
+        if (memory := _memory(read, _VERSIONS[version], folder, machine_bytes)) is not None
+    ]
     if not found:
         return None
     return GroupMemory(min(each.available_bytes for each in found), min(each.total_bytes for each in found))
@@ -74,50 +77,3 @@ def _counts(stat: str) -> dict[str, int]:
     """Return the counters of a ``memory.stat``."""
     pairs = (line.split() for line in stat.splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-
-
-def _folders(read: Read) -> Iterator[tuple[_Version, str]]:
-    """Yield the folders of the process's groups that may limit memory: its own, and those above as far as they show.
-
-    This runs four times a second on the stage's loop, so paths are strings: ``pathlib`` takes ten times as long.
-    """
-    try:
-        groups, mounts = read("/proc/self/cgroup"), read("/proc/self/mountinfo")
-    except OSError:
-        return
-    paths: dict[_Version, str] = {}
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths[_SECOND] = path
-        elif "memory" in controllers.split(","):
-            paths[_FIRST] = path
-    for line in mounts.splitlines():
-        place, _, kind = line.partition(" - ")
-        fields, types = place.split(), kind.split()
-        if len(fields) < 5 or len(types) < 3:
-            continue
-        version = _version(types[0], types[2])
-        if version is not None and version in paths:
-            folder = _plain(fields[4]).rstrip("/")
-            yield version, folder
-            for part in _below(paths.pop(version), _plain(fields[3])):
-                folder = f"{folder}/{part}"
-                yield version, folder
-
-
-def _version(kind: str, options: str) -> _Version | None:
-    if kind == "cgroup2":
-        return _SECOND
-    return _FIRST if kind == "cgroup" and "memory" in options.split(",") else None
-
-
-def _below(path: str, root: str) -> list[str]:
-    """Return the folders from a mount of the group ``root`` to a group; none if the mount does not show the path."""
-    parts, above = ([part for part in each.split("/") if part] for each in (path, root))
-    return parts[len(above) :] if ".." not in parts and parts[: len(above)] == above else []
-
-
-def _plain(field: str) -> str:
-    """Undo the escapes of a path in ``mountinfo``."""
-    return field.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")

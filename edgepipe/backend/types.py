@@ -145,7 +145,7 @@ class BackendOptions(StageSettings):
     """
 
     device: str = "auto"
-    threads: int | None = None  # CPU threads for computing; None: all physical cores
+    threads: int | None = None  # CPU threads for computing; None: the cores that other programs leave
     settings: dict[str, str] = field(default_factory=dict[str, str])  # backend-specific, e.g. {"time_factor": "0"}
 
 
@@ -172,6 +172,7 @@ class TierMove(NamedTuple):
     place: int  # block or slot on the device
     kept: int  # block or slot in host memory
     out: bool  # to host memory; else back to the device
+    key: bytes = b""  # of what moves out, see ``scheduler.kv.Key``; backends do not read it
 
 
 @dataclass(frozen=True, slots=True)

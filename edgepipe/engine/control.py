@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from edgepipe.engine.held_reports import HeldReport
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import Epoch, StepId
@@ -24,6 +25,7 @@ from edgepipe.wire.plans import (
     DiskCopied,
     DiskCopies,
     Drafted,
+    HeldPlaces,
     HomeOpened,
     HostRoom,
     PipelineSpec,
@@ -66,6 +68,7 @@ class StageControl:
         self.swallowed = False  # no answer to connection attempts: a firewall, not a dead process
         self.next_unreached = False  # a fault report said that the link to the next stage failed
         self.kv_since: Epoch | None = None  # epoch since which the stage holds all KV, as its opening said
+        self.held: HeldReport | None = None  # what the stage holds below the device, once it is open
         self._call: Any = None
         self._reports: Any = None  # the call's reports, in order
         self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # first report after opening
@@ -89,10 +92,14 @@ class StageControl:
         """Send the pipeline's constants and wait until the stage is ready. Raises the stage's error, or StageLost."""
         self._call = stage_pb2_grpc.StageStub(self._channel).Control()
         self._reports = aiter(self._call)
+        self.held = held = HeldReport(spec)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(stage_pb2.ControlMessage(open=spec_to_wire(spec, hello)))
                 report = await anext(self._reports, None)
+                while report is not None and report.WhichOneof("message") == "held":
+                    held.note(from_wire(report.held, HeldPlaces))
+                    report = await anext(self._reports, None)
         except TimeoutError as exc:
             fact = f"not ready within {timeout_s:.0f} s at {self.site.address}"
             raise self._named(ConnectTimeout(f"{self.site.label} did not open", fact=fact)) from exc

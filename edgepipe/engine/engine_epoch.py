@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.clock import Clock
@@ -21,7 +23,7 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
-from edgepipe.scheduler import HostRates, Policy, Scheduler, SchedulerLimits, SequenceEnded
+from edgepipe.scheduler import HostRates, Policy, Scheduler, SchedulerLimits, SequenceEnded, StageHolds, takeover
 from edgepipe.scheduler.drafting import Drafting
 from edgepipe.security.mutual_tls import Security
 from edgepipe.spec.facts import ModelConfig
@@ -30,6 +32,8 @@ from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import PipelineSpec, RingNeighbour
+
+logger = logging.getLogger(__name__)
 
 _COPY_BYTES_PER_S = 10e9  # between a device and host memory: a careful figure for PCIe 4 x16
 _CHUNK_TOKENS = 512  # of a prompt, whose time says what a token takes
@@ -220,9 +224,29 @@ class EngineEpoch:
         return KeptKV(pools=self.pump.hand_over(), contiguous=self.limits.contiguous_kv, since=self._kv_since())
 
     def _take_over(self) -> None:
-        pools = self._kept.usable(self.limits, self._kv_since()) if self._kept is not None else None
-        if pools is not None:
+        if self._kept is None:
+            self._adopt()
+        elif (pools := self._kept.usable(self.limits, self._kv_since())) is not None:
             self.pump.take_over(pools)
+
+    def _adopt(self) -> None:
+        """Take over what all stages hold below the device, as they did for an engine before this one."""
+        stages: list[StageHolds] = []
+        for control in self._controls:
+            assert control.held is not None, "it is open"
+            if control.held.problem:
+                logger.warning(
+                    "idle conversations in the memory of %s on %s are not used: %s",
+                    control.site.label,
+                    control.site.node_name,
+                    control.held.problem,
+                )
+            stages.append(StageHolds(max(part.index for part in control.site.slices), control.held.held()))
+        if (found := takeover(stages)) is not None:
+            self.pump.adopt(found)
+            logger.info(
+                "epoch=%s found %d blocks of idle conversations in RAM or on disk", self.epoch, found.num_blocks
+            )
 
     def _kv_since(self) -> KVSince:
         return {control.site.slices: control.kv_since for control in self._controls}
@@ -278,6 +302,13 @@ class EngineEpoch:
             rest_tokens=classes.rest_tokens,
         )
 
+    @property
+    def _kv_digest(self) -> bytes:
+        """Digest of what the KV of the same tokens depends on, beside a stage's layers."""
+        settings = self._spec.settings
+        parts = (self._spec.manifest_hash, settings.kv, str(settings.block_size), str(settings.context_length))
+        return blake2b("\n".join(parts).encode(), digest_size=16).digest()
+
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
         following = self._beside(site, 1)
         return PipelineSpec(
@@ -293,6 +324,8 @@ class EngineEpoch:
             state_slots=self.limits.states.num_slots if self.limits.states else 0,
             host_places=self.limits.host_places,
             disk_places=self.limits.disk_places,
+            kv_digest=self._kv_digest if self.limits.host_places else b"",
+            asks_held=self._kept is None and bool(self.limits.host_places),
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),

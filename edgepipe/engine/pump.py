@@ -38,6 +38,7 @@ from edgepipe.scheduler import (
     SchedulerStats,
     SequenceEnded,
     SequenceSpec,
+    Takeover,
     TokenSampled,
 )
 from edgepipe.scheduler.drafting import DraftStats
@@ -273,6 +274,10 @@ class Pump:
     def take_over(self, pools: KeptPools) -> None:
         """See ``Scheduler.take_over``."""
         self._scheduler.take_over(pools)
+
+    def adopt(self, found: Takeover) -> None:
+        """See ``Scheduler.adopt``."""
+        self._scheduler.adopt(found)
 
     def plan_ahead(self) -> None:
         """See ``Scheduler.plan_ahead``."""

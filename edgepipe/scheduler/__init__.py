@@ -5,6 +5,7 @@ No clock, no network, no randomness. The engine drives it against real stages, t
 
 from edgepipe.scheduler.blocks import BlockAllocator
 from edgepipe.scheduler.disk_works import DiskWork
+from edgepipe.scheduler.held_places import HeldBelow, StageHolds, Takeover, takeover
 from edgepipe.scheduler.host_tier import GivenBack
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import KVPool
@@ -37,6 +38,7 @@ __all__ = [
     "EndReason",
     "Event",
     "GivenBack",
+    "HeldBelow",
     "HostRates",
     "KVPool",
     "KeptPools",
@@ -50,9 +52,12 @@ __all__ = [
     "SchedulerStats",
     "SequenceEnded",
     "SequenceSpec",
+    "StageHolds",
     "StepBudget",
+    "Takeover",
     "ThrottledPolicy",
     "TokenSampled",
     "WindowBlocks",
     "make_policy",
+    "takeover",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ class DiskPlaces:
     def lose(self) -> None:
         """Mark all copies stale."""
         self._stale = set(self._places)
+
+    def adopt(self, held: Mapping[Key, int]) -> None:
+        """Begin with the copies of an earlier engine. See ``HostTier.adopt``."""
+        self._places = OrderedDict(held)
+        taken = set(held.values())
+        self._free = [place for place in self._free if place not in taken]
 
     def carry_over(self) -> DiskPlaces:
         """Return the same copies for the next epoch, without those that are being written."""

@@ -18,7 +18,7 @@ back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from itertools import chain, islice
@@ -115,7 +115,7 @@ class HostTier:
             self._places[key] = self._free.pop()
         self._note_unwritten(key)
         self.num_stored += 1
-        self._moves.append(TierMove(self.number, place, self._places[key], out=True))
+        self._moves.append(TierMove(self.number, place, self._places[key], out=True, key=key))
 
     def restore(self, key: Key, place: int) -> bool:
         """Copy a key's block or snapshot to ``place`` on the device. Return whether it is stale."""
@@ -292,6 +292,16 @@ class HostTier:
             self._unwritten.move_to_end(key)
 
     # From epoch to epoch
+
+    def adopt(self, here: Mapping[Key, int], on_disk: Mapping[Key, int]) -> None:
+        """Begin with the copies of an earlier engine: places by key, longest unused first."""
+        if self.disk is not None:
+            self.disk.adopt(on_disk)
+        self._places = OrderedDict(here)
+        taken = set(here.values())
+        self._free = [place for place in self._free if place not in taken]
+        for key in here:
+            self._note_unwritten(key)
 
     def carry_over(self, moves: list[TierMove], unsettled: Sequence[TierMove]) -> HostTier:
         """Return the same places for the next epoch, without copies that not all stages have for certain."""

@@ -21,6 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.batch_ways import BatchWay
 from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
+from edgepipe.scheduler.held_places import Takeover
 from edgepipe.scheduler.host_tier import GivenBack
 from edgepipe.scheduler.in_flight import InFlight, StepCounts
 from edgepipe.scheduler.kept_pools import KeptPools
@@ -63,6 +64,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
+        self._adopted = False  # whether this is an engine's first epoch, and stages held something
         self._sequences: dict[SequenceId, Sequence] = {}  # sequences that have not ended
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
@@ -111,6 +113,11 @@ class Scheduler:
         """
         self._tables.take_over(pools)
 
+    def adopt(self, found: Takeover) -> None:
+        """Start with what stages hold below the device, of an engine that has ended, before any ``submit``."""
+        self._adopted = True
+        self._tables.adopt(found)
+
     # Input
 
     def submit(self, specs: Seq[SequenceSpec], *, accepted: bool = False) -> list[Event]:
@@ -129,7 +136,7 @@ class Scheduler:
         events: list[Event] = []
         for spec in specs:
             sequence = self._make(spec)
-            sequence.carried = accepted
+            sequence.carried = accepted and not self._adopted  # this engine has computed nothing for it
             reason = self._end_reason(sequence) if spec.generated else None
             if reason is None:
                 self._sequences[spec.sequence] = sequence

@@ -9,6 +9,7 @@ from edgepipe.backend.types import BlockCopy, TierMove
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.disk_places import DiskPlaces
 from edgepipe.scheduler.disk_works import DiskWorks
+from edgepipe.scheduler.held_places import Takeover
 from edgepipe.scheduler.host_tier import GivenBack, HostTier, Tier
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
@@ -112,6 +113,17 @@ class BlockTables:
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
         self._states = pools.states
         self._moves, self.disk, self._hosts = pools.moves, pools.disk, pools.hosts
+
+    def adopt(self, found: Takeover) -> None:
+        """Start with what the stages hold below the device, of an engine whose tables are lost."""
+        disks = found.held.disk or [dict[Key, int]()] * len(self._hosts)
+        for host, here, on_disk in zip(self._hosts, found.held.host, disks, strict=True):
+            host.adopt(here, on_disk)
+        if found.stale_to is not None:
+            for pool in self._pools():
+                pool.lose(found.stale_to)
+            if self._states is not None:
+                self._states.lose()
 
     def take_moves(self) -> tuple[TierMove, ...]:
         """Remove and return the moves that the next step performs, in order."""

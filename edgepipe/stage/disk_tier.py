@@ -21,6 +21,7 @@ from edgepipe.backend.protocol import DiskBackend
 from edgepipe.clock import Clock
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.plain_words import plain
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.tier_file import Damaged, TierFile
 from edgepipe.wire.plans import DiskCopied, DiskCopies
 
@@ -47,9 +48,11 @@ class DiskTier:
         disk_places: Sequence[int],
         clock: Clock,
         late_s: float = LATE_S,
+        held: HeldKeys | None = None,
     ) -> None:
         """Open a file in ``folder``. A folder that cannot be used is a problem that each answer names.
 
+        held    takes the keys of what is on disk
         late_s  time after which a disk counts as one that hangs
         """
         self._backend = backend
@@ -57,6 +60,7 @@ class DiskTier:
         self._host_places, self._disk_places = tuple(host_places), tuple(disk_places)
         self._clock = clock
         self._late_s = late_s
+        self._held = held or HeldKeys(len(host_places))
         self._problem = ""
         self._said = ""  # the newest problem that was logged
         self._file: TierFile | None = None
@@ -141,11 +145,13 @@ class DiskTier:
             self._fail(f"no file can be made in {self._folder}: {plain(exc)}")
 
     def _forget(self) -> None:
+        self._held.lose_disk()
         if self._file is not None:
             self._file.forget()
 
     def _close_file(self) -> None:
         """Give the file's space back."""
+        self._held.lose_disk()
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -154,7 +160,7 @@ class DiskTier:
         begun_s, failed, number = self._clock.monotonic_s(), list[int](), copies.memory_class
         for index, (host, disk) in enumerate(zip(copies.host_places, copies.disk_places, strict=True)):
             try:
-                done = self._write(number, host, disk) if copies.out else self._read(number, host, disk, epoch)
+                done = (self._write if copies.out else self._read)(number, host, disk, epoch)
             except Exception as exc:
                 self._fail(plain(exc))
                 done = False
@@ -167,10 +173,15 @@ class DiskTier:
         took_s = self._backend.disk_seconds(number, len(copies.host_places), self._clock.monotonic_s() - begun_s)
         return self._copied(copies, took_s=took_s)
 
-    def _write(self, number: int, host: int, disk: int) -> bool:
+    def _write(self, number: int, host: int, disk: int, epoch: int) -> bool:
         if self._file is None or self._problem:
             return False
+        with self._lock:
+            if epoch != self._epoch:
+                return False  # the next engine may count on what the place holds
+            copied = self._held.begin_write(number, host, disk)
         self._file.write(number, disk, self._backend.host_place(number, host))
+        self._held.end_write(number, host, disk, copied)
         return True
 
     def _read(self, number: int, host: int, disk: int, epoch: int) -> bool:
@@ -180,6 +191,7 @@ class DiskTier:
         try:
             found = self._file.read(number, disk)
         except Damaged:
+            self._held.lose(number, disk)
             logger.warning("a copy on disk is damaged: its tokens are computed again")
             return False
         with self._lock:
@@ -187,6 +199,7 @@ class DiskTier:
                 return False
             if found is not None:
                 _fill(self._backend.host_place(number, host), found)
+            self._held.copied_back(number, host, disk)
         return True
 
     def _fail(self, problem: str) -> None:

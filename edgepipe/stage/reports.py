@@ -17,6 +17,7 @@ from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.plans import (
     DiskCopied,
     Drafted,
+    HeldPlaces,
     HomeTokens,
     HostRoom,
     LinkSample,
@@ -47,6 +48,10 @@ class Reports:
         """Report that the stage accepts plans. Its KV holds all that the engine's steps wrote since ``kv_since``."""
         opened = stage_pb2.Opened(epoch=epoch_to_wire(epoch), kv_since=epoch_to_wire(kv_since))
         self._put(stage_pb2.StageReport(opened=opened))
+
+    def held(self, page: HeldPlaces) -> None:
+        """Report what some places below the device hold."""
+        self._put(stage_pb2.StageReport(held=to_wire(page, stage_pb2.HeldPlaces)))
 
     def home_opened(self, epoch: Epoch) -> None:
         """Report that the stage that embeds takes this stage's tokens."""

@@ -46,6 +46,7 @@ from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
 from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
@@ -153,6 +154,8 @@ class Stage:
         self._disk_folder = disk_folder
         self._disk: DiskTier | None = None
         self._host: HostWatch | None = None
+        self._held: HeldKeys | None = None  # what is below the device
+        self._held_writer = (b"", EngineId(""))  # the newest engine that may have written it, and its ``kv_digest``
         self._open_s = open_s
         self._handlers: set[asyncio.Task[Any]] = set()  # tasks that handle streams
         self._closed = False
@@ -342,18 +345,14 @@ class Stage:
         self._security.set_neighbours(previous)
         async with self._opening:
             self._still_promised(spec)
-            new, writer = self._kv != _sizes(spec), self._kv_writer
-            if new and self._disk is not None:
-                await self._disk.close()
-                self._disk = None
+            if self._kv != _sizes(spec):
+                self._host = self._held = None
+                if self._disk is not None:
+                    await self._disk.close()
+                    self._disk = None
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            if new:
-                self._host = self._new_host(spec)
-            if new and spec.disk_places:
-                self._disk = self._new_disk(spec)
-            elif self._disk is not None and writer != self._kv_writer:
-                self._disk.forget()
+            self._open_below(spec)
             self._still_promised(spec)
             self._current = StageEpoch(
                 spec,
@@ -366,9 +365,27 @@ class Stage:
                 draft_model=self._draft_model,
                 disk=self._disk,
                 host=self._host,
+                held=self._held,
             )
             self._tell_change()
         return self._current
+
+    def _open_below(self, spec: PipelineSpec) -> None:
+        """Have ready what is below the device. Another engine gets what is there, if it asks and its KV is the same."""
+        if not spec.host_places:
+            return
+        if self._host is None:
+            self._host = self._new_host(spec)
+        if self._held is None:
+            self._held = HeldKeys(len(spec.host_places))
+        if spec.disk_places and self._disk is None:
+            self._disk = self._new_disk(spec)
+        writer = (spec.kv_digest, spec.epoch.engine_id)
+        before, self._held_writer = self._held_writer, writer
+        if before != writer and not (spec.asks_held and before[0] == spec.kv_digest):
+            self._held.forget_all()
+            if self._disk is not None:
+                self._disk.forget()
 
     def _new_host(self, spec: PipelineSpec) -> HostWatch | None:
         """Watch the host memory that is allocated, if the backend can give it back."""
@@ -386,6 +403,7 @@ class Stage:
             host_places=spec.host_places,
             disk_places=spec.disk_places,
             clock=self._tools.clock,
+            held=self._held,
         )
 
     def _check(self, spec: PipelineSpec) -> LoadedShard:

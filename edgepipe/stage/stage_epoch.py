@@ -34,6 +34,7 @@ from edgepipe.stage.draft_process import Guesser
 from edgepipe.stage.drafting import DraftWish, LookupFirst, ModelDrafter, SequenceDrafter
 from edgepipe.stage.drafts_ahead import DraftsAhead
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
+from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.home import Home, HomeFeed, WayHome
 from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.lane import Lane
@@ -132,6 +133,7 @@ class StageEpoch:
         draft_model: Guesser | None = None,
         disk: DiskTier | None = None,
         host: HostWatch | None = None,
+        held: HeldKeys | None = None,
     ) -> None:
         """
         kv_since     the epoch since which the KV holds all that this engine's steps wrote
@@ -139,6 +141,7 @@ class StageEpoch:
         draft_model  a second model that drafts; None: without one
         disk         below host memory; None: without one
         host         watches host memory below the device; None: it keeps its size
+        held         what is below the device; None: nothing can be
         """
         self.spec = spec
         self._model = model
@@ -147,7 +150,7 @@ class StageEpoch:
         self._kv_since = kv_since
         self._mtp_slice = mtp_slice
         self._draft_model = draft_model
-        self._disk, self._host = disk, host
+        self._disk, self._host, self._held = disk, host, held
         if disk is not None:
             disk.begin_epoch()
         self.over = False
@@ -173,6 +176,7 @@ class StageEpoch:
         self._flying: dict[StepId, tuple[DraftWish | None, ...]] = {}  # of steps that are not reported
         self._last_step = StepId(0)
         self._moves: tuple[TierMove, ...] = ()  # of plans that ended before this stage, for its next step
+        self._begun: tuple[BegunMove, ...] = ()  # the same moves
         self._in_compute = 0  # steps in the compute thread
         self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more waits in its queue
         self._lanes = {part.index: self._make_lane(part) for part in sorted(spec.slices, key=lambda part: part.index)}
@@ -273,6 +277,8 @@ class StageEpoch:
         """See ``WorkOwner.computed``; runs on the compute thread."""
         assert work.span is not None, "the step was computed"
         span = work.span
+        if work.moves and self._held is not None:
+            self._held.end(work.moves)
         self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
         share_out(work.kept, output)
         compute, samplers = self._tools.compute, self._tools.samplers
@@ -446,6 +452,9 @@ class StageEpoch:
     async def _announce(self, senders: list[Outgoing]) -> None:
         for sender in senders:
             await sender.connected()
+        if self.spec.asks_held and self._held is not None:
+            for page in await asyncio.to_thread(self._held.pages, self.spec.epoch):
+                self._reports.held(page)
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
         self._tell_host_room()
 
@@ -500,6 +509,8 @@ class StageEpoch:
         if self._host is None:
             raise RemoteProtocolError("the engine names places to give back, and this stage has none")
         self._host.give_back(back)
+        if self._held is not None:
+            self._held.give_back(back.memory_class, back.places)
 
     def _register(self, registrations: Registrations) -> None:
         if registrations.epoch != self.spec.epoch:
@@ -536,6 +547,8 @@ class StageEpoch:
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
         self._moves += plan.moves
+        if self._held is not None and plan.moves:
+            self._begun += self._held.begin(plan.moves)
         if self._host is not None and plan.moves:
             self._host.moved(plan.moves)
         if plan.lot and last is not None:
@@ -546,7 +559,7 @@ class StageEpoch:
                 self._give_tokens(lane, plan)
             lane.plan(work)
         if lanes:
-            self._moves = ()
+            self._moves, self._begun = (), ()
 
     def _give_tokens(self, lane: Lane, plan: StepPlan) -> None:
         """Give the slice that embeds its tokens. ``Home`` holds a step for those that this stage samples itself."""
@@ -632,6 +645,7 @@ class StageEpoch:
                 windows=self._windows,
                 rest_tokens=self._rest_tokens,
             ),
+            moves=self._begun if first else (),
             sequences=tuple([row.sequence for row in plan.rows]),
             after=plan.after,
         )

@@ -12,6 +12,7 @@ from edgepipe.link.protocol import SendStats
 from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import StepSpan
 from edgepipe.stage.drafting import DraftWish
+from edgepipe.stage.held_keys import BegunMove
 from edgepipe.stage.mtp_drafter import KeptPart
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.stage.step_order import StepUses
@@ -47,6 +48,7 @@ class StageStep:
         "demand",
         "expert_share",
         "kept",
+        "moves",
         "num_rows",
         "num_tokens",
         "prepare_us",
@@ -83,6 +85,7 @@ class StageStep:
         kept: tuple[KeptPart, ...],
         scored: tuple[ScoredPart, ...],
         uses: StepUses,
+        moves: tuple[BegunMove, ...] = (),
         sequences: tuple[SequenceId, ...] = (),
         after: StepId | None = None,
     ) -> None:
@@ -102,6 +105,7 @@ class StageStep:
         self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage
+        self.moves = moves  # between the device and host memory
         self.sequences = sequences  # of its rows
         self.after = after  # the step whose sampled tokens its rows begin with; None: it was not planned ahead
         self.span: StepSpan | None = None  # set once computed

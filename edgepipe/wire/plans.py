@@ -23,7 +23,7 @@ from edgepipe.wire.codec import from_wire, to_wire, value_of
 from edgepipe.wire.common import Hello, epoch_of, epoch_to_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
-from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, MAX_PLANS, PACKED_BYTES
+from edgepipe.wire.sizes import ID_BYTES, KEY_BYTES, MAX_END_IDS, MAX_PLANS, PACKED_BYTES
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
@@ -51,6 +51,8 @@ class PipelineSpec:
     state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
     host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
     disk_places: tuple[int, ...] = ()  # on disk below host memory, of the same classes; empty: no such disk
+    kv_digest: bytes = b""  # of what the KV of the same tokens depends on: equal digests mean equal KV
+    asks_held: bool = False  # the engine does not know what is below the device: ``HeldPlaces`` ahead of ``Opened``
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
@@ -264,6 +266,17 @@ class PlacesBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPlaces:
+    """What some places of one memory class hold below the device, the longest unused first."""
+
+    epoch: Epoch
+    memory_class: int  # as ``TierMove.number``
+    on_disk: bool  # else in host memory
+    places: tuple[int, ...]
+    keys: bytes  # KEY_BYTES for each place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostRoom:
     """How much of its host memory below the device a stage may use now."""
 
@@ -466,7 +479,17 @@ def _moves(message: stage_pb2.Plan) -> tuple[TierMove, ...]:
     columns = message.move_class, message.move_place, message.move_kept, message.move_out
     if len({len(column) for column in columns}) > 1:
         raise RemoteProtocolError(f"the plan of step {message.step} has columns of moves of different lengths")
-    return tuple(map(TierMove, *columns))
+    if len(message.move_keys) not in (0, KEY_BYTES * sum(message.move_out)):
+        raise RemoteProtocolError(f"the plan of step {message.step} has keys of other moves than it names")
+    if not message.move_class:
+        return ()
+    keys = keys_of(message.move_keys)
+    return tuple([TierMove(*move, key=next(keys, b"") if move[-1] else b"") for move in zip(*columns, strict=True)])
+
+
+def keys_of(packed: bytes) -> Iterator[bytes]:
+    """Yield the keys of blocks and snapshots that lie one behind another."""
+    return (packed[begin : begin + KEY_BYTES] for begin in range(0, len(packed), KEY_BYTES))
 
 
 def _blocks_by_row(message: stage_pb2.Plan, num_rows: int) -> list[tuple[BlockRun, ...]]:

@@ -62,5 +62,6 @@ def _add_changes(plan: stage_pb2.Plan, step: ScheduledStep) -> None:
     plan.move_place.extend([move.place for move in step.moves])
     plan.move_kept.extend([move.kept for move in step.moves])
     plan.move_out.extend([move.out for move in step.moves])
+    plan.move_keys = b"".join([move.key for move in step.moves])
     for copy in step.copies:
         plan.copies.add(source=copy.source, target=copy.target)

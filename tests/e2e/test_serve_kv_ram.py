@@ -14,6 +14,7 @@ from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster,
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.store.store import StoredModel
 from tests.support.processes.nodes import until_answers
+from tests.support.processes.streams import children
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),
@@ -51,6 +52,39 @@ async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_mod
     assert again[1] > 200
     assert again[0] == first[0]
     assert "edgepipe_kv_host_blocks" in metrics
+
+
+async def test_chats_outlive_the_engine_in_ram_and_on_disk(demo_model: StoredModel) -> None:
+    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
+    plan = LocalCluster(
+        cluster=f"kv-kill-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
+    )
+    async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
+        assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
+        request = serve_request(
+            "demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="20MB", kv_disk="400MB", draft="off"
+        )
+        await serve_with_progress(admin, request)
+        port = started[1].http_port
+        await until_answers(port)
+        first = [await told(port, number) for number in range(5)]
+        (child,) = children(await admin.status(), "engine")
+        child.kill()
+        again = [await told(port, number) for number in range(2)]  # the gateway waits for the next engine
+        assert [process.pid for process in children(await admin.status(), "engine")] != [child.pid]
+    assert [known for _, known in first] == [0] * 5
+    assert all(known > 200 for _, known in again), again
+    assert [answer for answer, _ in again] == [answer for answer, _ in first[:2]]
+
+
+async def told(port: int, number: int) -> tuple[str, int]:
+    """Ask for a chapter. Return the answer, and how many tokens of the prompt were known."""
+    body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def test_a_chat_that_left_ram_for_the_disk_goes_on_with_the_same_answer(demo_model: StoredModel) -> None:

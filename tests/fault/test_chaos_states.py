@@ -8,19 +8,23 @@ import pytest
 import pytest_asyncio
 from edgepipe_emulated import emulated_model_config
 
+from edgepipe.backend.types import StageSettings
+from edgepipe.wire.engines import ServeSpec
 from tests.fault.test_chaos import CASES, SEED, SLOW_CASES, VERY_SLOW_CASES
-from tests.support.faults.chaos.cluster import chaos_cluster
+from tests.support.faults.chaos.cluster import MODEL, chaos_cluster
 from tests.support.faults.chaos.run import ChaosRun
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 STATES = emulated_model_config(num_layers=6, context_length=4096, attention_every=3)
+# Streams push one another out of the device: engines that are lost leave them in the stages' RAM.
+OPTIONS = ServeSpec(model=MODEL, kv_tokens=384, settings=StageSettings(kv_ram="50000000"))
 SHORT = ("P2 P3 P4 killed at any moment", "P13 killed while recovering")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosRun]:
-    async with chaos_cluster(tmp_path_factory.mktemp("chaos"), config=STATES) as cluster:
+    async with chaos_cluster(tmp_path_factory.mktemp("chaos"), config=STATES, options=OPTIONS) as cluster:
         made = ChaosRun(cluster, seed=SEED)
         await made.prepare()
         yield made
@@ -33,7 +37,9 @@ async def test_streams_of_recurrent_layers_go_on(run: ChaosRun, case: str) -> No
 
 
 async def test_an_engine_that_is_lost_leaves_the_states(run: ChaosRun) -> None:
-    await run.trial("kill engine")
+    """The second one finds what the streams of the first one pushed out."""
+    for _ in range(2):
+        await run.trial("kill engine", num_streams=3)
 
 
 @pytest.mark.long

@@ -7,8 +7,10 @@ import asyncio
 import httpx
 import pytest
 
+from edgepipe.backend.types import StageSettings
+from edgepipe.wire.engines import ServeSpec
 from tests.support.processes.nodes import Node, Nodes, idle, kv_is_free
-from tests.support.processes.streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
+from tests.support.processes.streams import PROMPT, Stream, answers, children, cut_power, expected, slow_cluster
 
 
 @pytest.mark.long
@@ -63,6 +65,33 @@ async def kill_engine(*nodes: Node) -> None:
     await asyncio.gather(
         *(node.until(lambda status: all(engine.state != "ready" for engine in status.engines)) for node in nodes)
     )
+
+
+@pytest.mark.long
+async def test_an_engine_that_was_killed_leaves_its_chats_in_the_ram_of_its_stages(nodes: Nodes) -> None:
+    a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=0")
+    below = StageSettings(kv_ram="10000000")
+    await a.serve("tiny", plan="a:0-2,b:3-5", options=ServeSpec(model="tiny", kv_tokens=512, settings=below))
+    await answers(b)
+    assert [await turn_of(chat, b) for chat in range(3)] == [0, 0, 0]
+    await kill_engine(a, b)
+    status = await a.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
+    assert status.engines[0].used_host_blocks > 0
+    await answers(b)
+    assert await turn_of(0, b) >= 256
+
+
+async def turn_of(chat: int, node: Node) -> int:
+    """Ask with a chat's long prompt, of which the device holds one. Return how many of its tokens were known."""
+    prompt = [(chat * 37 + 7 * place) % 241 for place in range(300)]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=30) as client:
+        url = f"http://127.0.0.1:{node.http_port}/v1/completions"
+        response = await client.post(url, json={**body, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    found = response.json()
+    assert found["choices"][0]["token_ids"] == expected(prompt, 4)
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(6, marks=pytest.mark.long)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from edgepipe.backend.free_cores import CoreTimes, ThreadChoice
+from edgepipe.backend.machine_cores import core_times
 from edgepipe.backend.machine_memory import machine_memory
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile, KernelError
 from edgepipe.spec.facts import ModelConfig
@@ -67,11 +70,15 @@ class CpuDevice(Device):
         kv: str = "",
         digits: int = 0,
         kernels: Kernels | None = None,
+        threads: ThreadChoice | None = None,
+        read_times: Callable[[], CoreTimes] = core_times,
     ) -> None:
         """``packed``: weights with a form stay so where this type allows. ``kv``: form of the KV; empty: ``dtype``.
 
-        digits   of inputs of packed weights (``CpuKernels.product``)
-        kernels  None for this process's
+        digits      of inputs of packed weights (``CpuKernels.product``)
+        kernels     None for this process's
+        threads     chooses the number of threads, where results do not depend on it; None: torch's stays
+        read_times  reads the use of the processors for it
         """
         self.place = torch.device("cpu")
         self.dtype = dtype
@@ -82,6 +89,8 @@ class CpuDevice(Device):
         self._kv = kv
         self._digits = digits
         self._given = kernels
+        self._threads = threads
+        self._read_times = read_times
         self._reset()
 
     def profile(self) -> DeviceProfile:
@@ -110,6 +119,16 @@ class CpuDevice(Device):
         kernels = self._kernels if self._digits else None
         if isinstance(kernels, CpuKernels) and not kernels.byte_products:
             logger.warning("inputs stay float32: this CPU adds no products of bytes (AVX-512 VNNI, AVX-VNNI or AVX2)")
+
+    def begin_step(self) -> None:
+        """See ``Device``. Sets the number of threads, if all weights are packed: others' products depend on it."""
+        choice = self._threads
+        if choice is None or not self._adapts or not choice.due(time.monotonic()):
+            return
+        choice.note(self._read_times())
+        if choice.threads != torch.get_num_threads():
+            logger.debug("steps take %d threads now, beside other programs", choice.threads)
+            torch.set_num_threads(choice.threads)
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS
@@ -185,7 +204,9 @@ class CpuDevice(Device):
             self.cache.write_in_background()
 
     def slice_steps(self, allocated: AllocatedSlice) -> CpuSteps:
-        return CpuSteps(allocated, self._ops, self._masks, self.dtype)
+        steps = CpuSteps(allocated, self._ops, self._masks, self.dtype)
+        self._adapts = self._adapts and steps.only_kernels
+        return steps
 
     def wait_until_kept(self, timeout_s: float) -> None:
         if self.cache is not None:
@@ -202,6 +223,7 @@ class CpuDevice(Device):
         self._masks = CausalMasks(self.dtype, self.place)
         self._memory = WeightMemory()
         self._ops: CompiledOps | None = None
+        self._adapts = True  # until a slice has products whose results depend on the number of threads
 
     @property
     def _kernels(self) -> Kernels:
@@ -227,6 +249,11 @@ class CpuSteps(SliceSteps):
         self._replays: DecodeReplays | None = None
         if ops is not None and can_record(allocated.weights, decoder.heads, ops):
             self._replays = DecodeReplays(decoder, ops, pool, allocated.states)
+
+    @property
+    def only_kernels(self) -> bool:
+        """Whether compiled functions compute all products."""
+        return self._replays is not None
 
     def attention(self, prepared: PreparedStep) -> StepAttention:
         pool = self._pool

@@ -65,12 +65,16 @@ class DecodeReplays:
         self._pool = pool
         self._states = states
         self._known: dict[int, _Step] = {}  # one per number of rows
+        self._threads = 0  # of their calls
 
     def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Replayed:
         """Compute a step. Its output is logits [T, V] before ``Decoder.shaped``, or hidden [T, H].
 
         ``fill_hidden`` writes the slice's input to a tensor [T, H].
         """
+        if self._threads != (threads := torch.get_num_threads()):
+            self._known.clear()
+            self._threads = threads
         count = prepared.layout.num_tokens
         longest = max(row.length for row in prepared.layout.rows)
         step = self._known.get(count)

@@ -94,6 +94,9 @@ class Device(Protocol):
     def start_load(self, kept: RepackedPlace | None) -> None:
         """Prepare this thread and the cache of repacked weights. ``kept``: its place beside a model of the store."""
 
+    def begin_step(self) -> None:
+        """Prepare this thread for the next step."""
+
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         """Make an empty product of parts with these out features.
 

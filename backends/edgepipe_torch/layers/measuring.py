@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from edgepipe.backend.machine_cores import compute_threads
 from edgepipe.errors import StageError
 from edgepipe.plain_words import plain
 
@@ -24,8 +24,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the CPU threads of the process, which belongs to one stage."""
-    torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
+    """Set the CPU threads of the process, which belongs to one stage; None: as many as compute fastest."""
+    torch.set_num_threads(threads or compute_threads())
 
 
 def lacks_memory(error: BaseException) -> bool:

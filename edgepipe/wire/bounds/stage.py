@@ -28,6 +28,7 @@ _CREDIT = Checked("edgepipe.link.outbox:Outbox.grant")
 _DISK = Checked("edgepipe.stage.disk_tier:check_copies")
 _BACK = Checked("edgepipe.stage.host_bound:check_places")
 _DISK_ANSWER = Checked("edgepipe.engine.disk_answers:DiskAnswers.note")
+_HELD = Checked("edgepipe.engine.held_reports:HeldReport.note")
 _DONE = Checked("edgepipe.engine.pump:Pump.on_report")
 _REGISTRATION = Checked("edgepipe.wire.intake:registration_fault")
 _HOUR_US = 3_600_000_000  # far beyond every deadline of a step
@@ -79,6 +80,7 @@ STAGE: Tables = {
     },
     "DiskCopies": {"number": COUNT, "memory_class": _DISK, "host_places": _DISK, "disk_places": _DISK},
     "PlacesBack": {"memory_class": _BACK, "places": _BACK},
+    "HeldPlaces": {"memory_class": _HELD, "places": _HELD},
     "HostRoom": {"permille": Within(0, 1000), "available_bytes": BYTES},
     "WindowBlocks": {"row": _COLUMNS, "place": _TABLE, "start": _TABLE, "count": _TABLE},
     "Registrations": {"sequences": Checked("edgepipe.stage.sequences:SequenceTable.tell")},

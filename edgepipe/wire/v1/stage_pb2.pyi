@@ -89,6 +89,8 @@ class OpenPipeline(_message.Message):
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
     HOST_PLACES_FIELD_NUMBER: _builtins.int
     DISK_PLACES_FIELD_NUMBER: _builtins.int
+    KV_DIGEST_FIELD_NUMBER: _builtins.int
+    ASKS_HELD_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
@@ -106,6 +108,10 @@ class OpenPipeline(_message.Message):
     step_deadline_ms: _builtins.int
     state_slots: _builtins.int
     """of recurrent layers; 0: the model has none"""
+    kv_digest: _builtins.bytes
+    """of what the KV of the same tokens depends on: equal digests mean equal KV"""
+    asks_held: _builtins.bool
+    """the engine does not know what is below the device: HeldPlaces ahead of Opened"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -153,12 +159,14 @@ class OpenPipeline(_message.Message):
         state_slots: _builtins.int = ...,
         host_places: _abc.Iterable[_builtins.int] | None = ...,
         disk_places: _abc.Iterable[_builtins.int] | None = ...,
+        kv_digest: _builtins.bytes = ...,
+        asks_held: _builtins.bool = ...,
         next: Global___RingNeighbour | None = ...,
         previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "disk_places", b"disk_places", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "host_places", b"host_places", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "asks_held", b"asks_held", "block_size", b"block_size", "disk_places", b"disk_places", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "host_places", b"host_places", "kv_digest", b"kv_digest", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +230,7 @@ class Plan(_message.Message):
     MOVE_PLACE_FIELD_NUMBER: _builtins.int
     MOVE_KEPT_FIELD_NUMBER: _builtins.int
     MOVE_OUT_FIELD_NUMBER: _builtins.int
+    MOVE_KEYS_FIELD_NUMBER: _builtins.int
     LOT_FIELD_NUMBER: _builtins.int
     ASSUMED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
@@ -235,6 +244,8 @@ class Plan(_message.Message):
     """The stage that samples sends the tokens to the stage that embeds, too, over a Ring stream that feeds slice 0: an int32
     for each row that samples, instead of activations. Later plans may have rows after this step.
     """
+    move_keys: _builtins.bytes
+    """of those to host memory, in order, 16 bytes each: what is there from then on"""
     lot: _builtins.int
     """Above 0: the drafts come in reports of their own (Drafted), so many at a time, each behind those that came before.
     draft then bounds how many there are behind the row's tokens. 0: they come with the tokens.
@@ -351,12 +362,13 @@ class Plan(_message.Message):
         move_place: _abc.Iterable[_builtins.int] | None = ...,
         move_kept: _abc.Iterable[_builtins.int] | None = ...,
         move_out: _abc.Iterable[_builtins.bool] | None = ...,
+        move_keys: _builtins.bytes = ...,
         lot: _builtins.int = ...,
         assumed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "assumed", b"assumed", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "lot", b"lot", "move_class", b"move_class", "move_kept", b"move_kept", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "assumed", b"assumed", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "lot", b"lot", "move_class", b"move_class", "move_kept", b"move_kept", "move_keys", b"move_keys", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -839,6 +851,7 @@ class StageReport(_message.Message):
     HOME_OPENED_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     HOST_ROOM_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
@@ -866,6 +879,8 @@ class StageReport(_message.Message):
     @_builtins.property
     def host_room(self) -> Global___HostRoom: ...
     @_builtins.property
+    def held(self) -> Global___HeldPlaces: ...
+    @_builtins.property
     def drafted(self) -> Global___Drafted: ...
     def __init__(
         self,
@@ -877,20 +892,61 @@ class StageReport(_message.Message):
         home_opened: Global___HomeOpened | None = ...,
         disk: Global___DiskCopied | None = ...,
         host_room: Global___HostRoom | None = ...,
+        held: Global___HeldPlaces | None = ...,
         drafted: Global___Drafted | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
         device_failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "drafted", b"drafted", "fault", b"fault", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "drafted", b"drafted", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "drafted", b"drafted", "fault", b"fault", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "drafted", b"drafted", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk", "host_room", "drafted"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk", "host_room", "held", "drafted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
+
+@_typing.final
+class HeldPlaces(_message.Message):
+    """What some places below the device hold, the longest unused first: from a stage that was asked, ahead of its Opened. One
+    stage names each place and each key of a class and tier at most once.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MEMORY_CLASS_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    memory_class: _builtins.int
+    """behind the last one: slots of states"""
+    on_disk: _builtins.bool
+    """else in host memory"""
+    keys: _builtins.bytes
+    """16 bytes for each place"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        memory_class: _builtins.int = ...,
+        on_disk: _builtins.bool = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keys", b"keys", "memory_class", b"memory_class", "on_disk", b"on_disk", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldPlaces: _TypeAlias = HeldPlaces  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):

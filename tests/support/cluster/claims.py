@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from edgepipe_emulated import emulated_model_config
 from google.protobuf.message import Message
 
-from edgepipe.backend.types import TierMove
+from edgepipe.backend.types import ActivationType, TierMove
 from edgepipe.clock import Clock
+from edgepipe.engine.held_reports import HeldReport
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, StepNews
 from edgepipe.engine.requests import GatewayStream
@@ -24,7 +25,7 @@ from edgepipe.engine.service import RequestIntake
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.gateway.generation import Generation
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId, SequenceId, StepId
 from edgepipe.link.outbox import Outbox
@@ -41,8 +42,10 @@ from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import (
     DiskCopied,
     DiskCopies,
+    HeldPlaces,
     HostRoom,
     LinkSample,
+    PipelineSpec,
     PlacesBack,
     Registration,
     StageTimings,
@@ -351,6 +354,55 @@ class EngineOfRogueStage:
         self._pump._watch.close()
 
 
+class EngineOpeningRogueStage:
+    """An engine without tables that asks a stage what it holds in eight places of host memory, and of its disk."""
+
+    _SPEC = PipelineSpec(
+        pipeline_id=PipelineId("p"),
+        epoch=EPOCH,
+        slices=make_slices([LayerRange(0, 1), LayerRange(1, 2)], 2)[1:],
+        num_slices=2,
+        hidden_size=8,
+        activation_type=ActivationType.BF16,
+        num_blocks=64,
+        block_size=16,
+        host_places=(8,),
+        disk_places=(8,),
+        asks_held=True,
+        next_address="",
+        max_in_flight=1,
+        step_deadline_ms=1000,
+    )
+
+    def __init__(self) -> None:
+        self._report = HeldReport(self._SPEC)
+        epoch = epoch_to_wire(EPOCH)
+        self.samples = [
+            stage_pb2.HeldPlaces(epoch=epoch, places=[2, 7], keys=bytes(range(32))),
+            stage_pb2.HeldPlaces(epoch=epoch, places=[3], keys=bytes(range(100, 116)), on_disk=True),
+        ]
+
+    def near(self, field: str) -> Sequence[int]:
+        """See ``Receiver.near``."""
+        return {"memory_class": (0, 1), "places": (7, 8), "counter": (EPOCH.counter,)}.get(field, ())
+
+    async def take(self, message: stage_pb2.HeldPlaces) -> None:
+        """As ``StageControl`` takes it. A message with a fault spoils the whole report."""
+        self._report.note(from_wire(message, HeldPlaces))
+        if self._report.problem:
+            assert not self._report.held()
+            problem, self._report = self._report.problem, HeldReport(self._SPEC)
+            raise RemoteProtocolError(problem)
+
+    async def check(self) -> None:
+        """See ``Receiver.check``: each place is there, and named once."""
+        below = self._report.held()
+        for held in (*below.host, *below.disk):
+            assert {len(key) for key in held} <= {16}
+            assert len({*held.values()}) == len(held)
+            assert all(0 <= place < 8 for place in held.values())
+
+
 def _registration(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
     return Registration(sequence=sequence, sampling=GREEDY, prompt_tokens=len(_PROMPT))
 
@@ -508,6 +560,7 @@ RECEIVERS: Mapping[str, Callable[[], Receiver]] = {
         EngineOfRogueGateway,
         GatewayOfRogueEngine,
         EngineOfRogueStage,
+        EngineOpeningRogueStage,
         StageOfRogueEngine,
         SenderToRogueStage,
     )

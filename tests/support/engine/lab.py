@@ -243,6 +243,7 @@ class EngineLab:
 
     engine: Engine
     task: asyncio.Task[None]  # that starts and runs it
+    start_engine: Callable[..., Awaitable[None]]  # another one over the same stages; takes changes of the spec
 
     def __init__(self, nodes: list[FakeNode], stages: LocalStages, address: str) -> None:
         self.nodes = nodes
@@ -265,6 +266,19 @@ class EngineLab:
         finally:
             self.over.set()
             self._news.set()
+
+    async def replace_engine(self, **changes: Any) -> None:
+        """Kill the engine, and start another one over the same stages. Its gateways' streams break before.
+
+        ``changes``: of the spec.
+        """
+        await self.closed()
+        self._gateways.clear()
+        self.task.cancel()
+        await asyncio.wait((self.task,))
+        self.over.clear()
+        await self.start_engine(**changes)
+        await self.until(lambda: self.engine.state().state == "ready")
 
     async def gateway(self, **more: str) -> FakeGateway:
         """A gateway with an open stream."""
@@ -409,38 +423,45 @@ async def engine_lab(
             ),
             **{"draft": draft_folder.name if draft_folder is not None else "", **(constraints or {})},
         )
-        server = make_server(Plaintext())
-        address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"
-        lab = EngineLab(nodes, stages, address)
-        engine = lab.engine = Engine(
-            config=config,
-            spec=spec,
-            nodes=addresses,
-            pipeline_id=PipelineId("pipeline"),
-            hello=Hello(role="engine", node_id="node0", cluster_id="lab"),
-            security=Plaintext(),
-            clock=SystemClock(),
-            ids=RandomIds(),
-            on_state=lab.note_state,
-            network=network,
-            planner=planner,
-            address=address,
-            limits=limits,
-            timeouts=replace(timeouts or QUICK, report_interval_s=0.02),
-        )
-        engine.add_to(server)
-        await server.start()
-        stack.push_async_callback(server.stop, None)
+        lab = EngineLab(nodes, stages, "")
+
+        async def start_engine(**changes: Any) -> None:
+            server = make_server(Plaintext())
+            lab.address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"
+            counter = lab.engine.state().epoch.counter + 1 if hasattr(lab, "engine") else 1
+            lab.engine = Engine(
+                config=config,
+                spec=replace(spec, **changes),
+                nodes=addresses,
+                pipeline_id=PipelineId("pipeline"),
+                hello=Hello(role="engine", node_id="node0", cluster_id="lab"),
+                security=Plaintext(),
+                clock=SystemClock(),
+                ids=RandomIds(),
+                on_state=lab.note_state,
+                network=network,
+                planner=planner,
+                address=lab.address,
+                epoch_counter=counter,
+                limits=limits,
+                timeouts=replace(timeouts or QUICK, report_interval_s=0.02),
+            )
+            lab.engine.add_to(server)
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            lab.task = tasks.create_task(lab.run(), name="engine")
+
+        lab.start_engine = start_engine
         async with asyncio.TaskGroup() as tasks:
             lab.bind(tasks)
-            lab.task = tasks.create_task(lab.run(), name="engine")
+            await start_engine()
             if ready:
-                await lab.until(lambda: engine.state().state == "ready")
+                await lab.until(lambda: lab.engine.state().state == "ready")
             yield lab
             if not lab.over.is_set():
                 await lab.settle()
                 lab.assert_idle()
-            await engine.stop()
+            await lab.engine.stop()
             await lab.closed()
         assert all(node.released for node in nodes if node.prepared), "a node was not given its memory back"
     left = {task for task in asyncio.all_tasks() - before if not _of_grpc(task)}

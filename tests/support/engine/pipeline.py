@@ -34,6 +34,7 @@ from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
+    HeldPlaces,
     HomeTokens,
     LinkSample,
     PipelineSpec,
@@ -71,12 +72,15 @@ class StageReports:
         self.timings: list[StepTiming] = []
         self.links: list[LinkSample] = []
         self.home: list[HomeTokens] = []
+        self.held: list[HeldPlaces] = []
         self.fault: EdgepipeError | None = None
 
     def take(self, report: stage_pb2.StageReport) -> None:
         """Sort one report."""
         if report.HasField("opened"):
             self.opened.set()
+        elif report.HasField("held"):
+            self.held.append(from_wire(report.held, HeldPlaces))
         elif report.HasField("home_opened"):
             self.home_opened.set()
         elif report.HasField("step_done"):

@@ -34,4 +34,5 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
         move_place=[move.place for move in plan.moves],
         move_kept=[move.kept for move in plan.moves],
         move_out=[move.out for move in plan.moves],
+        move_keys=b"".join([move.key for move in plan.moves]),
     )

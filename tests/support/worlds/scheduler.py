@@ -12,27 +12,34 @@ from typing import Any
 from edgepipe.backend.drafting import Drafts, DraftSource
 from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import BlockRun, StepRow, TierMove, WindowRuns
-from edgepipe.ids import SequenceId, StepId
+from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
 from edgepipe.scheduler import (
     DiskWork,
     EndReason,
     Event,
+    HeldBelow,
     Policy,
     ScheduledStep,
     Scheduler,
     SchedulerLimits,
     SequenceEnded,
     SequenceSpec,
+    StageHolds,
+    Takeover,
     ThrottledPolicy,
     TokenSampled,
+    takeover,
 )
 from edgepipe.scheduler.drafting import Drafting
 from edgepipe.spec.memory_classes import StateSlots, WindowPool
+from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.step_order import StepUses
+from edgepipe.wire.plans import keys_of
 
 VOCAB = 97
 NUM_SLICES = 3
 _UNKNOWN = (-1, -1)
+_MOST_CLASSES = 3
 
 
 def fold(value: int, token: int) -> int:
@@ -72,7 +79,22 @@ class Memory:
     # By memory class and place in host memory: what a block or a slot held.
     host: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
     disk: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    moves_behind: list[TierMove] = field(default_factory=list[TierMove])  # of steps that ended before this slice
+    held: HeldKeys = field(default_factory=lambda: HeldKeys(_MOST_CLASSES))  # what a stage tells another engine
+    begun: dict[int, Sequence[BegunMove]] = field(default_factory=dict[int, Sequence[BegunMove]])  # by step in flight
+    moves_behind: list[BegunMove] = field(default_factory=list[BegunMove])  # of steps that ended before this slice
+
+    def move_all(self, *, limits: SchedulerLimits) -> None:
+        """Perform the moves of the next step on this slice, and of those that ended before it."""
+        self.move([each.move for each in self.moves_behind], limits=limits)
+        self.held.end(self.moves_behind)
+        self.moves_behind.clear()
+
+    def holds(self, limits: SchedulerLimits) -> HeldBelow:
+        """Return what the stage tells another engine."""
+        tiers = [dict[bytes, int]() for _ in limits.host_places], [dict[bytes, int]() for _ in limits.disk_places]
+        for page in self.held.pages(Epoch(1, EngineId("next"))):
+            tiers[page.on_disk][page.memory_class].update(zip(keys_of(page.keys), page.places, strict=True))
+        return HeldBelow(host=tuple(tiers[0]), disk=tuple(tiers[1]))
 
     def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Perform moves to host memory and back, in order."""
@@ -98,14 +120,21 @@ class Memory:
             host, disk = self.host[move.number], self.disk[move.number]
             lost: list[tuple[int, int]] = [_UNKNOWN] * (limits.block_size if move.number <= len(limits.windows) else 1)
             if move.out:
+                copied = self.held.begin_write(move.number, move.place, move.kept)
                 disk[move.kept] = host.get(move.place, lost)
+                self.held.end_write(move.number, move.place, move.kept, copied)
             else:  # a stage that lost its disk brings anything back
                 host[move.place] = disk.get(move.kept, lost)
+                self.held.copied_back(move.number, move.place, move.kept)
 
     def tear(self, work: DiskWork) -> None:
         """Make unknown what a work writes that was broken off."""
         for move in work.moves:
             (self.disk if move.out else self.host)[move.number].pop(move.kept if move.out else move.place, None)
+            if move.out:
+                self.held.begin_write(move.number, move.place, move.kept)
+            else:
+                self.held.give_back(move.number, [move.place])
 
     def spoil(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Make unknown what moves write."""
@@ -185,10 +214,8 @@ class World:
         for step in self.in_flight:  # some stages may have computed them
             self._damage(step)
         for memory in self.slices:
-            memory.moves_behind.clear()
             for work, _ in self.works:
                 memory.tear(work)
-        self.works.clear()
         for index in lost:
             self.slices[index] = Memory()
         if lost and max(lost) == NUM_SLICES - 1:
@@ -197,6 +224,46 @@ class World:
             if lost:
                 pool.lose(max(lost))
             self.scheduler.take_over(pool)
+        self._begin_epoch()
+
+    def next_engine(self, *, lost: Collection[int] = ()) -> Takeover | None:
+        """The engine's process ends, and its tables with it. The next one begins with what the slices still hold.
+
+        lost  slices whose processes ended, too
+
+        Returns what the next engine took over.
+        """
+        done = len(self.in_flight)
+        for index, memory in enumerate(self.slices):
+            done = self.random.randint(0, done)  # earlier slices may have computed more
+            for place, step in enumerate(self.in_flight):
+                begun = memory.begun[step.step]
+                if place >= done:
+                    memory.spoil([each.move for each in begun if each.move.out], limits=self.limits)
+                    continue
+                memory.moves_behind += begun
+                if step.last_slice is None or step.last_slice >= index:
+                    memory.move_all(limits=self.limits)
+            for work, ready in self.works:
+                if index not in ready and (becomes := self.random.randrange(3)):
+                    memory.tear(work) if becomes == 1 else memory.perform(work, limits=self.limits)
+            for tokens in (memory.slots, memory.states, memory.windows):
+                tokens.clear()
+        for index in lost:
+            self.slices[index] = Memory()
+        self.scheduler = self._new_scheduler()
+        found = takeover([StageHolds(index, memory.holds(self.limits)) for index, memory in enumerate(self.slices)])
+        if found is not None:
+            self.scheduler.adopt(found)
+        self._begin_epoch()
+        return found
+
+    def _begin_epoch(self) -> None:
+        """Send what is not done to the new scheduler."""
+        for memory in self.slices:
+            memory.moves_behind.clear()
+            memory.begun.clear()
+        self.works.clear()
         self.in_flight.clear()
         self.tables, self.steps = {}, []
         self.computed.clear()
@@ -228,6 +295,8 @@ class World:
             self.scheduler.add_drafts(sequence, drafts, position=position, step=newest)
         while (step := self.scheduler.next_step()) is not None:
             self._check_new(step)
+            for memory in self.slices:
+                memory.begun[step.step] = memory.held.begin(step.moves)
             self.in_flight.append(step)
             self.steps.append(step)
             self._check_turns(step)
@@ -238,6 +307,7 @@ class World:
             for memory in self.slices:
                 for place in back.places:
                     memory.host[back.number].pop(place, None)
+                memory.held.give_back(back.number, back.places)
         self._check_bound()
         while (work := self.scheduler.next_disk_work(now_s=self.now_s)) is not None:
             assert len(self.works) < 4, "stages queue no more"
@@ -278,8 +348,10 @@ class World:
             done, _ = self.works.pop(0)
             reads = [place for place, move in enumerate(done.moves) if not move.out]
             failed = {place for place in reads if self.random.random() < self.damage}
-            for place in failed:
-                self.slices[0].host[done.moves[place].number].pop(done.moves[place].place, None)
+            for number, place, kept, *_ in [done.moves[index] for index in failed]:
+                self.slices[0].host[number].pop(place, None)
+                self.slices[0].held.give_back(number, [place])
+                self.slices[0].held.lose(number, kept)
             self.lost_copies += len(failed)
             problem = "the disk is full" if self.random.random() < self.breakage else ""
             if problem:
@@ -603,10 +675,9 @@ class World:
         del self._reads[step.step]
         found: list[list[int]] = []
         for memory in self.slices:
-            memory.moves_behind += step.moves
+            memory.moves_behind += memory.begun.pop(step.step)
         for index, memory in enumerate(self._memories(step)):
-            memory.move(memory.moves_behind, limits=self.limits)
-            memory.moves_behind.clear()
+            memory.move_all(limits=self.limits)
             self._write_windows(step, windows, memory.windows)
             self._write_states(step, memory.states)
             found = self._compute_slice(step, tables, memory.slots)

@@ -58,7 +58,7 @@ over_host = pipelines(((8, 80), (8, 40), (2, 40)))
 over_disk = pipelines(((8, 24), (8, 24), (4, 12)), ((16, 120), (8, 80), (4, 40)))
 # Kind, conversation, tokens of the question, tokens of the answer.
 turns = st.lists(
-    st.tuples(st.sampled_from("tttttttttrrrpceadbw"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
+    st.tuples(st.sampled_from("tttttttttrrrpceadbwk"), st.integers(0, 3), st.integers(1, 16), st.integers(1, 9)),
     min_size=8,
     max_size=80,
 )
@@ -99,6 +99,8 @@ def play(
                 world.use_disk()
         elif kind == "e":
             world.next_epoch(lost=LOSSES[question % len(LOSSES)] if answer % 2 else ())
+        elif kind == "k":
+            world.next_engine(lost=LOSSES[question % len(LOSSES)] if answer % 2 else ())
         world.fill()
         if kind == "t":
             for _ in range(question + answer):  # most turns end before the next one begins

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.backend.types import TierMove
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.stage import tier_file
 from edgepipe.stage.disk_tier import DiskTier
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.tier_file import PIECE_BYTES, Damaged, TierFile
 from edgepipe.system import SystemClock
-from edgepipe.wire.plans import DiskCopied, DiskCopies
+from edgepipe.wire.plans import DiskCopied, DiskCopies, keys_of
 
 PLACES, PARTS = 4, (3, 2 * PIECE_BYTES + 5, PIECE_BYTES - 3)
 
@@ -43,8 +45,9 @@ class Memory:
         return 0.25 * count
 
 
-def tier(memory: Memory, folder: Path, *, late_s: float = 60.0) -> DiskTier:
-    return DiskTier(memory, folder, host_places=(PLACES,), disk_places=(8,), clock=SystemClock(), late_s=late_s)
+def tier(memory: Memory, folder: Path, *, late_s: float = 60.0, held: HeldKeys | None = None) -> DiskTier:
+    places = {"host_places": (PLACES,), "disk_places": (8,)}
+    return DiskTier(memory, folder, **places, clock=SystemClock(), late_s=late_s, held=held)
 
 
 def copies(*pairs: tuple[int, int], out: bool, number: int = 1, memory_class: int = 0) -> DiskCopies:
@@ -136,6 +139,51 @@ async def test_what_an_ended_epoch_reads_reaches_host_memory_no_more(tmp_path: P
     memory.slow.set()
     assert (await reading).failed == (0,)
     assert memory.places[1] == before
+    await disk.close()
+
+
+def with_keys(*places: int) -> HeldKeys:
+    """The keys of these places in host memory: each has its number sixteen times."""
+    held = HeldKeys(1)
+    held.end(held.begin([TierMove(0, 0, place, out=True, key=bytes([place]) * 16) for place in places]))
+    return held
+
+
+def on_disk(held: HeldKeys) -> dict[bytes, int]:
+    pages = [page for page in held.pages(Epoch(1, EngineId("e"))) if page.on_disk]
+    return {key: place for page in pages for key, place in zip(keys_of(page.keys), page.places, strict=True)}
+
+
+async def test_what_an_ended_epoch_would_write_does_not_replace_what_the_next_engine_may_take_over(
+    tmp_path: Path,
+) -> None:
+    memory, held = Memory(), with_keys(0, 1)
+    disk = tier(memory, tmp_path, held=held)
+    await disk.perform(copies((0, 5), out=True))
+    assert on_disk(held) == {bytes(16): 5}
+    gate = threading.Event()
+    disk._jobs.put(gate.wait)  # pyright: ignore[reportPrivateUsage]
+    writing = asyncio.create_task(disk.perform(copies((1, 5), out=True)))
+    await asyncio.sleep(0)
+    disk.begin_epoch()
+    gate.set()
+    assert (await writing).failed == (0,)
+    assert on_disk(held) == {bytes(16): 5}
+    before = [bytes(part) for part in memory.places[0]]
+    await disk.perform(copies((3, 5), out=False))
+    assert memory.places[3] == before
+    await disk.close()
+
+
+async def test_what_is_damaged_or_was_in_an_older_file_has_no_key(tmp_path: Path) -> None:
+    held = with_keys(0, 1, 2)
+    disk = tier(Memory(), tmp_path, held=held)
+    await disk.perform(copies((0, 0), (1, 1), out=True))
+    os.pwrite(disk._file._file, b"x", 10)  # pyright: ignore
+    await disk.perform(copies((3, 0), out=False))
+    assert on_disk(held) == {bytes([1]) * 16: 1}
+    await disk.perform(replace(copies((2, 2), out=True), afresh=True))
+    assert on_disk(held) == {bytes([2]) * 16: 2}
     await disk.close()
 
 
