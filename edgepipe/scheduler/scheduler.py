@@ -390,7 +390,8 @@ class Scheduler:
         sampling = record.sampling
         if self._drafting is not None and self._num_decodes == 1 and len(record.decodes) == 1 and not record.chunks:
             own, now_s = record.decodes[0].drafts, self._now_s
-            if now_s is not None and own.newest_turn is not None and own.newest_turn[0] == record.step - 1:
+            follows = own.newest_turn is not None and own.newest_turn[0] == record.step - 1
+            if follows and own.last_source and now_s is not None and own.newest_turn is not None:
                 self._drafting.note_single(len(ids[0]), now_s - own.newest_turn[1])
             own.newest_turn = (record.step, now_s) if now_s is not None else None
         for sequence, proposed in zip(sampling, drafts or [NO_DRAFTS] * len(sampling), strict=True):

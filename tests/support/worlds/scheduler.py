@@ -692,9 +692,8 @@ class World:
 
     def _compute_void(self, step: ScheduledStep) -> None:
         for memory in self.slices:
-            memory.moves_behind += step.moves
-            memory.move(memory.moves_behind, limits=self.limits)
-            memory.moves_behind.clear()
+            memory.moves_behind += memory.begun.pop(step.step)
+            memory.move_all(limits=self.limits)
         self._damage(step._replace(moves=()))
         del self._reads[step.step], self._snapshot[step.step], self._window_snapshot[step.step]
 
