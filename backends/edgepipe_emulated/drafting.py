@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 from edgepipe.backend.drafting import Acceptance, Drafts, DraftSource
 from edgepipe.spec.facts import ModelConfig
@@ -16,7 +18,7 @@ _SALT = 0x6472616674
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _POSITION_SALT = 0x706F736974
-_MOST_BACK = 16  # tokens: more than a window has drafts
+_MOST_BACK = 96  # tokens: more than all windows in flight have
 
 
 class EmulatedDraftModel:
@@ -42,14 +44,19 @@ class EmulatedDrafter:
         self._acceptance = acceptance
         self._token_s = token_s
         self._seed = seed
+        self._ahead: list[int] = []  # right drafts that the model has behind the known tokens
 
     def propose(self, tokens: Sequence[int], count: int) -> Drafts:
         """See ``Drafter.propose``. Takes the time of ``count`` drafts."""
+        return self.go_on(tokens, (), count)
+
+    def go_on(self, tokens: Sequence[int], assumed: Sequence[int], count: int) -> Drafts:
+        """See ``ChainDrafter.go_on``. Takes the time of ``count`` drafts. What follows a wrong draft is wrong."""
         done_at_s = time.monotonic() + count * self._token_s
         model = self._model
-        for token in tokens:
-            model.append(token)
-        length, ids, right = model.length, list[int](), True
+        self._know(tokens)
+        self._keep(_equal(self._ahead, assumed))
+        length, ids, right = model.length, list[int](), len(self._ahead) == len(assumed)
         while len(ids) < count:
             token = model.next_token() if right else 0
             if right and not self._is_right(length + len(ids)):
@@ -57,14 +64,35 @@ class EmulatedDrafter:
             ids.append(token)
             if right:
                 model.append(token)
-        model.go_back(length)
+                self._ahead.append(token)
         if (rest_s := done_at_s - time.monotonic()) > 0:
             time.sleep(rest_s)
         return Drafts(tuple(ids), (DraftSource.MODEL,) * len(ids))
 
+    def _know(self, tokens: Sequence[int]) -> None:
+        """Append known tokens. What the model has already is not computed again."""
+        same = _equal(self._ahead, tokens)
+        if same < len(tokens):
+            self._keep(same)
+            for token in tokens[same:]:
+                self._model.append(token)
+            self._ahead = []
+        else:
+            self._ahead = self._ahead[same:]
+
+    def _keep(self, count: int) -> None:
+        """Let the model have only the first ``count`` drafts."""
+        self._model.go_back(self._model.length - len(self._ahead) + count)
+        del self._ahead[count:]
+
     def _is_right(self, position: int) -> bool:
         word = _mix((position * _GOLDEN) ^ self._seed ^ _SALT)
         return (word >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS) < self._acceptance.at(position)
+
+
+def _equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many of the first values are equal."""
+    return sum(1 for _ in takewhile(bool, map(eq, some, others)))
 
 
 class SingleTokens:

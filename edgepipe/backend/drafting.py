@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_duration_s
@@ -45,6 +45,18 @@ class Drafter(Protocol):
 
     def propose(self, tokens: Sequence[int], count: int) -> Drafts:
         """Append ``tokens`` to the sequence. Return at most ``count`` drafts of what follows."""
+        ...
+
+
+@runtime_checkable
+class ChainDrafter(Protocol):
+    """A drafter that goes on behind its drafts before it knows which of them are right."""
+
+    def go_on(self, tokens: Sequence[int], assumed: Sequence[int], count: int) -> Drafts:
+        """Append ``tokens`` to the sequence. Return at most ``count`` drafts of what follows it and ``assumed``.
+
+        The next call of ``propose`` or ``go_on`` does not count ``assumed`` as tokens of the sequence.
+        """
         ...
 
 

@@ -23,13 +23,13 @@ from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.pipelines import PipelineSpec, spec_to_wire
 from edgepipe.wire.registrations import Registration, registrations_to_wire
-from edgepipe.wire.reports import HomeOpened, StageTimings, StepDone, done_from_wire
+from edgepipe.wire.reports import Drafted, HomeOpened, StageTimings, StepDone, done_from_wire
 from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, PlacesBack
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
-Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom
+Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom | Drafted
 
 
 class StageControl:
@@ -177,6 +177,8 @@ class StageControl:
         kind = report.WhichOneof("message")
         if kind == "step_done":
             self._on_report(self.site, done_from_wire(report.step_done))
+        elif kind == "drafted":
+            self._on_report(self.site, from_wire(report.drafted, Drafted))
         elif kind == "timings":
             self._on_report(self.site, from_wire(report.timings, StageTimings))
         elif kind == "home_opened":

@@ -98,7 +98,8 @@ class EngineEpoch:
         scheduler = Scheduler(self.limits, context.policy)
         self._ways = BatchWays(spec.policy, scheduler, self.limits, micro_batches.pacer, context.clock)
         if context.draft:
-            scheduler.set_drafting(Drafting(micro_batches.period_s, lambda: micro_batches.draft_s))
+            drafting = Drafting(micro_batches.period_s, lambda: micro_batches.draft_s, micro_batches.slowest_s)
+            scheduler.set_drafting(drafting)
         self.pump = Pump(
             scheduler=scheduler,
             micro_batches=micro_batches,

@@ -76,6 +76,7 @@ class MicroBatches:
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
         self._periods_s: list[float] = []  # see ``period_s``, by rows
+        self._slowest_s: list[float] = []  # see ``slowest_s``, by rows
         self._sheets: dict[int, tuple[tuple[float, ...], Floats]] = {}  # by slice: shares of experts, seconds by rows
         self._predicts_windows = False  # a step has asked for drafts
         self._drafts_asked: dict[StepId, int] = {}  # of the newest steps that ask for drafts
@@ -148,6 +149,15 @@ class MicroBatches:
     def draft_s(self) -> float:
         """Seconds that one draft takes, as measured; 0 before."""
         return median_low(self._drafts_s) if self._drafts_s else 0.0
+
+    def slowest_s(self, rows: int) -> float:
+        """Return the seconds of a step with so many rows on the slowest stage or link; 0 while not known."""
+        return self._slowest_s[min(rows, len(self._slowest_s)) - 1] if self._slowest_s else 0.0
+
+    def note_drafts(self, seconds: float) -> None:
+        """Record what each of some drafts took that no step waited for."""
+        if seconds > 0:
+            self._drafts_s.append(seconds)
 
     def sent(self, step: ScheduledStep, now_s: float) -> None:
         """Record that a step's plans were sent."""
@@ -243,6 +253,7 @@ class MicroBatches:
         ]
         servers += [link.at(rows * self._row_bytes) for link in self._links]
         every = np.stack(servers)
+        self._slowest_s = every.max(axis=0).tolist()
         return np.maximum(every.sum(axis=0) + ring.latency_s, in_flight * every.max(axis=0)).tolist()
 
     def _sheet_s(self, index: int, rows: Floats) -> Floats:

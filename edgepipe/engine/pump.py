@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import gt, itemgetter
 
+from edgepipe.backend.drafting import MOST_DRAFTS, Drafts
 from edgepipe.clock import Clock
 from edgepipe.engine.control import PlannedStep, Report, StageControl, StepWriter
 from edgepipe.engine.disk_answers import DiskAnswers
@@ -44,7 +45,7 @@ from edgepipe.scheduler.drafting import DraftStats
 from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.registrations import Registration
-from edgepipe.wire.reports import HomeOpened, StageTimings, StepDone
+from edgepipe.wire.reports import Drafted, HomeOpened, StageTimings, StepDone
 from edgepipe.wire.tiers import DiskCopied, HostRoom
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,8 @@ class Pump:
             self._copied(site, report)
         elif isinstance(report, HostRoom):
             self._bound_host(site, report)
+        elif isinstance(report, Drafted):
+            self._drafted(site, report)
         elif self._error is None:
             self._check_timings(site, report)
             now_s = self._clock.monotonic_s()
@@ -220,6 +223,25 @@ class Pump:
         elif before.disk_problem and not after.disk_problem:
             logger.info("idle conversations go to disk again")
         self._wake.set()
+
+    def _drafted(self, site: StageSite, report: Drafted) -> None:
+        """Plan windows in flight with drafts. Raises RemoteProtocolError."""
+        count, highest = len(report.ids), max(report.ids, default=0)
+        fact = ""
+        if self._ends_at.get(self._num_slices - 1) != site.index:
+            fact = "it drafts, and another stage samples"
+        elif not 1 <= count <= MOST_DRAFTS or len(report.sources) != count:
+            fact = f"it drafts {count} tokens with {len(report.sources)} sources, at most {MOST_DRAFTS} come at once"
+        elif highest >= self._vocab_size:
+            fact = f"it drafts token {highest}, the vocabulary ends at {self._vocab_size - 1}"
+        elif not 1 <= report.step <= self._newest:
+            fact = f"it drafts behind step {report.step}, step {self._newest} is the newest"
+        if fact:
+            raise _unexpected(site, fact)
+        self.micro_batches.note_drafts(report.took_us * 1e-6 / count)
+        drafts = Drafts(report.ids, report.sources)
+        self._scheduler.add_drafts(report.sequence, drafts, position=report.position, step=report.step)
+        self._fill()
 
     def _bound_host(self, site: StageSite, room: HostRoom) -> None:
         """Use as much host memory as the stages have now."""
@@ -398,7 +420,7 @@ class Pump:
             fact = f"step {done.step} gave token {highest}, the vocabulary ends at {self._vocab_size - 1}"
         elif any(index >= sum(counts) for index, _ in done.logprobs) or any(row >= len(counts) for row in failed):
             fact = f"step {done.step} reports more tokens than it samples"
-        elif not all(counts) and any(not count and row not in failed for row, count in enumerate(counts)):
+        elif not (all(counts) or step.assumed) and {row for row, count in enumerate(counts) if not count} - failed:
             fact = f"step {done.step} gave a sequence neither a token nor a reason why not"
         elif done.drafts:
             fact = self._fault_of_drafts(step, done)

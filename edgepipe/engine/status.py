@@ -110,7 +110,12 @@ def _drafts(known: DraftState | None, stats: DraftStats) -> DraftState | None:
     if known is None:
         return None
     return replace(
-        known, windows=stats.windows, drafted=stats.drafted, accepted=stats.accepted, factor=round(stats.factor, 2)
+        known,
+        windows=stats.windows,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        factor=round(stats.factor, 2),
+        ahead=stats.ahead,
     )
 
 

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _NO_LOGPROBS: Mapping[SequenceId, Sequence[TokenLogprobs]] = MappingProxyType({})
 _NOTHING: Iterator[TokenLogprobs] = iter(())
+_FLYING = frozenset({"auto", "model"})  # what drafts may come from for windows in flight: see ``Registration.draft``
 
 
 class Queue(Protocol):
@@ -470,6 +471,7 @@ class RequestTable:
             priority=submission.priority,
             reuse_prefix=not choice.sampling.prompt_logprobs,
             alone=choice.crashes >= SUSPECTED_CRASHES,
+            may_fly=self._draft in _FLYING and not choice.sampling.needs_output,
             registration_base_bytes=base_bytes,
             registration_token_bytes=token_bytes,
         )

@@ -21,6 +21,7 @@ class SampleRow:
     position: int  # 0-based among the output tokens
     # The token at this position that the next row assumes, which belongs to the same sequence; None: no row does.
     draft: int | None = None
+    given: int | None = None  # what the sequence's newest token must be, if the row assumes one; None: it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,15 @@ def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
 
 
 def along_windows(rows: Sequence[SampleRow], sample_one: Callable[[int, SampleRow], Sampled]) -> list[Sampled]:
-    """Sample row after row. A window, which is the rows of one sequence, ends at the first token that is no draft."""
+    """Sample row after row. A window, which is the rows of one sequence, ends at the first token that is no draft.
+
+    A window whose given token is not its sequence's newest one has no tokens.
+    """
     found: list[Sampled] = []
     goes_on = True
     for index, row in enumerate(rows):
+        if row.given is not None:
+            goes_on = row.sampler.ends_with(row.given, position=row.position - 1)
         one = sample_one(index, row) if goes_on else SKIPPED
         found.append(one)
         goes_on = row.draft is None or (one.error is None and one.token == row.draft)

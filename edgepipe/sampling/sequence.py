@@ -56,6 +56,8 @@ class SequenceSampler:
         self._generated = list(generated) if params.needs_output else []
         self._edits: TokenEdits | None = None  # created at the first sampling, since long prompts take time
         self._grammar: GrammarState | None = None
+        self._position = 0  # output position of the next token
+        self._newest: tuple[int, int] | None = None  # output position and id of the newest token that it took
 
     @property
     def edits(self) -> TokenEdits:
@@ -71,6 +73,7 @@ class SequenceSampler:
         """Move to output position ``position``. A lower position than before truncates. Raises EdgepipeError."""
         if self._fault is not None:
             raise self._fault
+        self._position = position
         if self.params.needs_output and len(self._generated) != position:
             if len(self._generated) < position:
                 raise StepFailed(
@@ -110,11 +113,16 @@ class SequenceSampler:
 
     def took(self, token: int) -> None:
         """Record the token sampled at the current position. Raises StepFailed if the grammar forbids it."""
+        self._newest, self._position = (self._position, token), self._position + 1
         if self.params.needs_output:
             self._generated.append(token)
             self.edits.took(token)
             if self._grammar is not None:
                 self._grammar.take(token)
+
+    def ends_with(self, token: int, *, position: int) -> bool:
+        """Return whether the newest token that it took is this one, at this output position."""
+        return self._newest == (position, token)
 
     def forced(self) -> Sequence[int]:
         """Return the next tokens as far as the grammar leaves no choice, in the model's usual tokens."""

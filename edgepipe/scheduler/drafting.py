@@ -11,6 +11,8 @@ windows and drafts of a step together may lengthen a token of the others by 3 % 
 
 Probabilities are counted for each source of drafts, by the draft's place in its window, and for each sequence. A window
 that is not worth it gives no counts, so after some turns a short one is tried all the same; then after twice as many.
+
+Windows of a lone sequence may follow one another in flight (``flights.py``), where that promises a tenth more.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from math import inf, prod
 from operator import mul
 
 from edgepipe.backend.drafting import MOST_DRAFTS, NO_DRAFTS, Drafts, DraftSource
+from edgepipe.scheduler.flights import DraftChain, Flight, Judged, best_flight
 
 _PRIOR = {
     DraftSource.GRAMMAR: 0.95,
@@ -44,6 +47,13 @@ _TRIED = 1  # drafts of a window on trial
 _FREE = 0.002  # share of a period that all drafts of a window may take to count as free
 _ALL_RIGHT = (1.0,) * MOST_DRAFTS
 _FACTOR_KEPT = 0.99  # part of the times that remains with each window: the factor of the last hundred
+_LEAST_FLIGHT, _KEPT_FLIGHT = 1.1, 1.02  # rate over that of single windows at which windows in flight begin, and go on
+_KEPT_RATE = 0.95  # part of measured rates that remains with each turn and run: those of the last twenty
+_EARLY_RUNS, _JUDGED_RUNS = 10, 16  # after so many runs in flight, a rate far below that of single windows counts; any
+_LONG_RUN = 16  # tokens of a run after which it counts, though no draft is wrong
+_FAR = 0.8  # such a rate, as a share of that of single windows
+_LEAST_GROUNDED, _MOST_GROUNDED = 256, 4096  # windows one at a time after those in flight were measured to be slower
+_REFRESHED_RUNS, _REFRESH = 200, 8  # after so many runs in flight, so many windows one at a time measure these anew
 
 
 @dataclass(slots=True)
@@ -59,6 +69,12 @@ class SequenceDrafts:
     pause: int = _LEAST_PAUSE
     waited: int = 0  # turns since the last window or trial
     last_source: int = DraftSource.UNKNOWN
+    chain: DraftChain = field(default_factory=DraftChain)  # drafts of windows in flight
+    flight: Flight | None = None  # how its windows follow one another; None: one at a time
+    run_since_s: float | None = None  # when its newest run of right drafts in flight began; None: not in flight
+    run_tokens: int = 0  # tokens since then
+    # The newest step that held it alone, with no window in flight, and when that retired.
+    newest_turn: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +85,7 @@ class DraftStats:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0
     factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
+    ahead: int = 0  # windows that began before the tokens of the one before them were known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +107,25 @@ class Share:
 class Drafting:
     """Chooses windows, and counts how they end."""
 
-    def __init__(self, period_s: Callable[[int], float], draft_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        period_s: Callable[[int], float],
+        draft_s: Callable[[], float],
+        slowest_s: Callable[[int], float] | None = None,
+    ) -> None:
         """
-        period_s  seconds between two tokens of a sequence if its step has so many rows; 0 while not known
-        draft_s   seconds that one draft takes
+        period_s   seconds between two tokens of a sequence if its step has so many rows; 0 while not known
+        draft_s    seconds that one draft takes
+        slowest_s  seconds of a step with so many rows on the slowest stage or link; None: no windows in flight
         """
         self._period_s = period_s
         self._draft_s = draft_s
+        self._slowest_s = slowest_s
+        self._single = self._flown = (0.0, 0.0)  # tokens and seconds of single windows, and of runs in flight
+        self._runs = 0  # in flight, since the last windows one at a time
+        self._grounded, self._pause = 0, _LEAST_GROUNDED  # windows until some are in flight again; the next such time
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
-        self._windows = self._drafted = self._accepted = 0
+        self._windows = self._drafted = self._accepted = self._ahead = 0
         self._plain_s = self._spent_s = 0.0
         self._newest_case: tuple[Share, float, float] | None = None  # of ``_best_case``, and its result
         self._newest_best = 0
@@ -142,10 +169,7 @@ class Drafting:
     def note(self, own: SequenceDrafts, sources: Sequence[int], *, accepted: int, share: Share) -> None:
         """Count a window whose first ``accepted`` drafts were right."""
         for place, source in enumerate(sources[: accepted + 1]):
-            right = float(place < accepted)
-            key = (source, min(place, _DEEPEST - 1))
-            self._counts[key] = _counted(self._counts.get(key, (0.0, 0.0)), right, kept=_SHARED_KEPT)
-            own.counts[source] = _counted(own.counts.get(source, (0.0, 0.0)), right, kept=_OWN_KEPT)
+            self._note_draft(own, source, place, right=place < accepted)
         self._windows += 1
         self._drafted += len(sources)
         self._accepted += accepted
@@ -153,6 +177,74 @@ class Drafting:
         spent_s = self._period_s(share.rows + len(sources)) + len(sources) * self._draft_s()
         self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
         self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
+
+    def flight(self, own: SequenceDrafts, share: Share) -> Flight | None:
+        """Return how the sequence's windows follow one another in flight; None: one at a time is as good."""
+        if self._slowest_s is None or not share.alone or own.last_source != DraftSource.MODEL:
+            return None
+        if not self._period_s(1) or not self._slowest_s(1):
+            return None
+        if self._grounded:
+            self._grounded -= 1
+            return None
+        chances = [self._chance(own, DraftSource.MODEL, place) for place in range(_DEEPEST)]
+        found = best_flight(chances, period_s=self._period_s, slowest_s=self._slowest_s, draft_s=self._draft_s())
+        single = self._single_rate(share, [*chances, *[chances[-1]] * (MOST_DRAFTS - _DEEPEST)])
+        if found is None or found.rate < single * (_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT):
+            return None
+        if self._slower():
+            self._grounded, self._pause = self._pause, min(2 * self._pause, _MOST_GROUNDED)
+        elif self._runs >= _REFRESHED_RUNS:
+            self._grounded, self._pause = _REFRESH, _LEAST_GROUNDED
+        if self._grounded:
+            self._runs, self._flown = 0, (0.0, 0.0)
+            return None
+        return found
+
+    def _slower(self) -> bool:
+        """Return whether windows in flight were measured to give fewer tokens per second than single ones.
+
+        They take more work of the hosts, which the formula does not know.
+        """
+        (tokens, seconds), (flown, flown_s) = self._single, self._flown
+        ratio = flown * seconds / (flown_s * tokens) if flown_s and tokens else 1.0
+        return (self._runs >= _EARLY_RUNS and ratio < _FAR) or (self._runs >= _JUDGED_RUNS and ratio < 1.0)
+
+    def note_single(self, tokens: int, seconds: float) -> None:
+        """Record the tokens of a turn of a lone sequence, which has no windows in flight, and its time."""
+        self._single = _KEPT_RATE * self._single[0] + tokens, _KEPT_RATE * self._single[1] + seconds
+
+    def _single_rate(self, share: Share, chances: Sequence[float]) -> float:
+        """Return the tokens per second of single windows, or without any if that is faster."""
+        count = self._best(share, chances)
+        tokens = sum(accumulate(chances[:count], mul, initial=1.0))
+        return tokens / (self._period_s(1 + count) + count * self._draft_s())
+
+    def note_flight(
+        self, own: SequenceDrafts, judged: Judged, *, tokens: int, ahead: bool = True, now_s: float | None
+    ) -> None:
+        """Count a window in flight that gave so many tokens.
+
+        ahead  whether it began before the tokens of the one before it were known
+        now_s  the present time; None: not measured
+        """
+        self._ahead += ahead
+        right = len(judged.sources) - judged.wrong
+        for at, source in enumerate(judged.sources):
+            self._note_draft(own, source, judged.place + at, right=at < right)
+        self._windows += 1
+        self._drafted += len(judged.sources)
+        self._accepted += right
+        own.run_tokens += tokens
+        if not judged.wrong and own.run_tokens < _LONG_RUN and own.run_since_s is not None:
+            return
+        if own.run_since_s is not None and now_s is not None:
+            seconds = now_s - own.run_since_s
+            self._runs += 1
+            self._flown = _KEPT_RATE * self._flown[0] + own.run_tokens, _KEPT_RATE * self._flown[1] + seconds
+            self._plain_s = _FACTOR_KEPT * self._plain_s + own.run_tokens * self._period_s(1)
+            self._spent_s = _FACTOR_KEPT * self._spent_s + seconds
+        own.run_since_s, own.run_tokens = now_s, 0
 
     def forecast(self, chances: Sequence[float]) -> tuple[int, float]:
         """Return how many drafts a lone sequence's window has, and the factor, which is that of ``DraftStats``.
@@ -170,7 +262,13 @@ class Drafting:
             drafted=self._drafted,
             accepted=self._accepted,
             factor=self._plain_s / self._spent_s if self._spent_s else 0.0,
+            ahead=self._ahead,
         )
+
+    def _note_draft(self, own: SequenceDrafts, source: int, place: int, *, right: bool) -> None:
+        key = (source, min(place, _DEEPEST - 1))
+        self._counts[key] = _counted(self._counts.get(key, (0.0, 0.0)), float(right), kept=_SHARED_KEPT)
+        own.counts[source] = _counted(own.counts.get(source, (0.0, 0.0)), float(right), kept=_OWN_KEPT)
 
     def _chance(self, own: SequenceDrafts, source: int, place: int) -> float:
         prior = _PRIOR.get(DraftSource(source), _OTHER_PRIOR) if source in _SOURCES else _OTHER_PRIOR

@@ -28,6 +28,9 @@ class InFlight:
     windows: dict[int, Drafts]  # by row: drafts behind the token of a decode
     share: Share | None  # of those windows; None without any
     followed: bool = False  # a step after this one is planned
+    lot: int = 0  # see ``ScheduledStep``
+    assumed: bool = False  # see ``ScheduledStep``
+    void: bool = False  # its sequence went another way than its first token assumes
 
     @property
     def sampling(self) -> list[Sequence]:

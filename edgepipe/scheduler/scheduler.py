@@ -265,7 +265,7 @@ class Scheduler:
         if not builder.isolated:
             self._replayed_last = builder.replays
         self._tables.note_sent(builder.copies)
-        home = self._plans_ahead and not builder.replays and not builder.windows
+        home = self._plans_ahead and not builder.replays and not builder.windows and not builder.lot
         moves = self._tables.take_moves()
         scheduled = builder.finish(StepId(self._last_step), self._tables.pop_frees(), moves, home=home)
         performed = self._moves_behind + moves
@@ -285,6 +285,8 @@ class Scheduler:
             scheduled.home,
             builder.windows,
             self._plain_share(len(builder.decodes)) if builder.windows else None,
+            lot=builder.lot,
+            assumed=builder.assumed,
         )
         self._in_flight.append(record)
         self._steps.add(record, 1)
@@ -299,8 +301,9 @@ class Scheduler:
         drafts  what may follow them, row by row; empty: nothing
         now_s   the present time of any clock; None: turns are not measured
 
-        A row gives one token at least. One that gives none has failed: the caller cancels its sequence next. What comes
-        behind the end of a sequence is dropped. Steps of one sequence complete in the order of ``next_step``.
+        A row gives one token at least. One that gives none has failed, and the caller cancels its sequence next; or its
+        step is ``assumed``, and its sequence went another way. What comes behind the end of a sequence is dropped.
+        Steps of one sequence complete in the order of ``next_step``.
         """
         first = bool(self._in_flight) and self._in_flight[0].step == step
         place = 0 if first else next((at for at, each in enumerate(self._in_flight) if each.step == step), None)
@@ -321,15 +324,18 @@ class Scheduler:
             self._tables.note_copied(record.copies)
             self._head_does_not_fit = False
         events: list[Event] = []
-        if record.windows:
+        if record.lot:
+            self._note_flight(record, ids[0])
+        elif record.windows:
             self._note_windows(record, ids)
-        if now_s is not None and self._num_chats and self._pacer is not None and record.decodes:
+        if now_s is not None and self._num_chats and self._pacer is not None and record.decodes and not record.lot:
             self._note_turn(self._pacer, record, now_s)
         for sequence, sampled in zip(record.decodes, ids, strict=False):  # ids of the chunks come after
             sequence.in_flight -= 1
-            if len(sequence.tokens) >= sequence.next_full:
-                self._tables.note_computed(sequence, len(sequence.tokens))
-            self._append(sequence, sampled, events)
+            if not record.void:
+                if len(sequence.tokens) >= sequence.next_full:
+                    self._tables.note_computed(sequence, len(sequence.tokens))
+                self._append(sequence, sampled, events)
             if sequence.phase is not _DECODE:
                 self._release_if_idle(sequence)
         rows = iter(ids[len(record.decodes) :])
@@ -339,13 +345,55 @@ class Scheduler:
                 self._clear(sequence)
                 self._append(sequence, next(rows), events)
             self._release_if_idle(sequence)
-        if self._drafting is not None:
-            self._note_drafts(record, drafts)
+        if self._drafting is not None and not record.lot:
+            self._note_drafts(record, ids, drafts)
         return events
 
-    def _note_drafts(self, record: InFlight, drafts: Seq[Drafts]) -> None:
+    def add_drafts(self, sequence_id: SequenceId, drafts: Drafts, *, position: int, step: StepId) -> None:
+        """Take drafts of a sequence's tokens from ``position`` on, made when the tokens of ``step`` were the newest.
+
+        Then call ``next_step`` again: they may fill its next window in flight.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None and sequence.drafts.flight is not None:
+            sequence.drafts.chain.add(drafts, position=position, step=step, known=sequence.tokens)
+
+    def _note_flight(self, record: InFlight, sampled: Seq[int]) -> None:
+        """Count the drafts that a window in flight has judged. If its sequence goes another way, void those behind it.
+
+        A window that gave nothing is void itself.
+        """
+        sequence = record.decodes[0]
+        own = sequence.drafts
+        sequence.decoded_s, own.newest_turn = 0.0, None  # turns of windows in flight overlap: none is measured
+        record.void = record.void or (record.assumed and not sampled)
+        if record.void or sequence.phase is Phase.ENDED:
+            return
+        judged = own.chain.took(record.step, sampled)
+        if self._drafting is not None:
+            self._drafting.note_flight(own, judged, tokens=len(sampled), ahead=record.assumed, now_s=self._now_s)
+        if judged.wrong and sequence.phase is _DECODE:
+            sequence.scheduled = len(sequence.tokens)
+            for each in self._in_flight:
+                if each.assumed and not each.void and each.decodes[0] is sequence:
+                    self._void(each)
+
+    def _void(self, record: InFlight) -> None:
+        """Let nothing wait for a step whose tokens mean nothing."""
+        record.void, record.followed = True, False
+        if record.after is None:  # it counts for M no more
+            record.after = record.step
+            self._steps.decodes -= 1
+
+    def _note_drafts(self, record: InFlight, ids: Seq[Seq[int]], drafts: Seq[Drafts]) -> None:
         """Keep the drafts behind a step's tokens; where a step follows that was planned ahead, only that some came."""
         sampling = record.sampling
+        if self._drafting is not None and self._num_decodes == 1 and len(record.decodes) == 1 and not record.chunks:
+            own, now_s = record.decodes[0].drafts, self._now_s
+            follows = own.newest_turn is not None and own.newest_turn[0] == record.step - 1
+            if follows and own.last_source and now_s is not None and own.newest_turn is not None:
+                self._drafting.note_single(len(ids[0]), now_s - own.newest_turn[1])
+            own.newest_turn = (record.step, now_s) if now_s is not None else None
         for sequence, proposed in zip(sampling, drafts or [NO_DRAFTS] * len(sampling), strict=True):
             sequence.drafts.next = NO_DRAFTS if record.followed else proposed
             sequence.drafts.found = bool(proposed.ids)
@@ -699,6 +747,8 @@ class Scheduler:
         if self._limits.micro_batches == 1 and not (
             self._prompts_go or self._ready or self._prompts.any_suspected or self._tables.stale_to is not None
         ):
+            if (builder := self._next_window()) is not None:
+                return builder
             ahead = sum([1 for record in self._in_flight if record.after is not None])
             if not self._may_extend(ahead):
                 return None
@@ -716,6 +766,35 @@ class Scheduler:
                     return self._follow(record, going)
         self._extends = False
         return None
+
+    def _next_window(self) -> StepBuilder | None:
+        """Let the newest window in flight be followed by one that assumes its drafts, as far as drafts have come."""
+        before = self._in_flight[-1] if self._in_flight else None
+        if before is None or not before.lot or before.void or before.followed:
+            return None
+        sequence = before.decodes[0]
+        own, known = sequence.drafts, len(sequence.tokens)
+        if (flight := own.flight) is None or sequence.phase is not _DECODE:
+            return None
+        if sum([not each.void and each.decodes == before.decodes for each in self._in_flight]) >= flight.windows:
+            return None
+        start = known + own.chain.sent
+        most = min(sequence.limit - 1, known + self._limits.slack_tokens - 1) - start
+        drafts = own.chain.unsent(min(flight.lot, most))
+        if not drafts.ids or not self._reach(sequence, start + len(drafts.ids)):
+            return None
+        before.followed = True
+        own.chain.sent += len(drafts.ids)
+        builder = StepBuilder(after=before.step, assumed=True, lot=flight.lot)
+        builder.add_assumed(sequence, drafts, start=start, wanted=flight.drafts)
+        return builder
+
+    def _reach(self, sequence: Sequence, end: int) -> bool:
+        """Give a sequence room for its tokens up to the place ``end``. Return False where no block is free."""
+        while end > sequence.room:
+            if not self._tables.grow_ahead(sequence, kept_blocks=0):
+                return False
+        return True
 
     def _may_extend(self, ahead: int) -> bool:
         """Return whether a step may be planned behind so many that are planned ahead.
@@ -801,6 +880,8 @@ class Scheduler:
                     if sequence.drafts.found:
                         sequence.drafts.found, sequence.drafts.next = False, NO_DRAFTS
                     builder.add_decode(sequence)
+                elif self._begin_flight(builder, sequence, share):
+                    pass
                 else:
                     drafts = self._window(sequence, share, promised=len(deferred))
                     wanted = self._drafting.wanted(sequence.drafts, share)
@@ -815,6 +896,36 @@ class Scheduler:
             for waiting in (*reversed(held_back), *reversed(deferred)):
                 if waiting.phase is Phase.DECODE:
                     ready.appendleft(waiting)
+
+    def _begin_flight(self, builder: StepBuilder, sequence: Sequence, share: Share) -> bool:
+        """Begin a run of windows in flight with the sequence's newest token, if that pays. Return whether it does.
+
+        Recurrent layers would need slots for each window, and KV in 4 bits rounds tokens that a void window would have
+        to bring back. Then windows follow one another one at a time.
+        """
+        assert self._drafting is not None
+        own, limits = sequence.drafts, self._limits
+        able = sequence.may_fly and not sequence.alone and limits.states is None and not limits.rest_tokens
+        alone = (
+            limits.micro_batches == 1 and self._plans_ahead and not self._unscheduled_prefill and not builder.decodes
+        )
+        before, own.flight = own.flight, self._drafting.flight(own, share) if able and alone else None
+        if own.flight is None:
+            if before is not None:
+                own.next, own.run_since_s, own.run_tokens = own.chain.take_rest(), None, 0
+            return False
+        if before is None:
+            own.chain.begin(NO_DRAFTS)
+        own.next, own.found = NO_DRAFTS, False
+        known = len(sequence.tokens)
+        most = min(own.flight.lot - 1, sequence.limit - known - 1, limits.slack_tokens - 1)
+        drafts = own.chain.unsent(most)
+        if drafts.ids and not self._reach(sequence, known + len(drafts.ids)):
+            drafts = NO_DRAFTS
+        own.chain.sent = len(drafts.ids)
+        builder.lot = own.flight.lot
+        builder.add_decode(sequence, drafts, wanted=own.flight.drafts)
+        return True
 
     def _share(self, rows: int) -> Share | None:
         """Return what windows of a step with so many decodes share; None if none of them would pay."""
@@ -1000,6 +1111,7 @@ class Scheduler:
             is_batch=spec.priority == Priority.BATCH,
             reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
+            may_fly=spec.may_fly,
             registration_base_bytes=spec.registration_base_bytes,
             registration_token_bytes=spec.registration_token_bytes,
             rest_tokens=self._limits.rest_tokens,
@@ -1074,7 +1186,7 @@ class Scheduler:
         if sequence.preemptions >= _MAX_PREEMPTED:
             sequence.priority = Priority.INTERACTIVE
         self._leave_running(sequence)
-        sequence.scheduled, sequence.drafts.next = 0, NO_DRAFTS
+        sequence.scheduled, sequence.drafts.next, sequence.drafts.flight = 0, NO_DRAFTS, None
         self._unscheduled_prefill += len(sequence.tokens)
         self._wait(sequence)
         self._tables.release(sequence)

@@ -42,6 +42,7 @@ class Sequence:
     priority: Priority  # may rise from batch to interactive
     is_batch: bool = False  # it was submitted with batch priority, whatever its priority now
     alone: bool = False  # suspected: shares no step until an isolated step has sampled a token
+    may_fly: bool = False  # see SequenceSpec
     overtaken: int = 0  # interactive sequences that passed it while it had batch priority
     registration_base_bytes: int = 0  # see SequenceSpec
     registration_token_bytes: int = 0

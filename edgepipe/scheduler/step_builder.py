@@ -24,7 +24,8 @@ class StepBuilder:
     """Columns of a step under construction and the sequences of its rows: decodes first, then prompt chunks.
 
     A step with a ``last_slice`` holds replayed tokens only and ends after that slice. An ``isolated`` step has one
-    row, of a suspected sequence. The rows of a step ``after`` another one begin with the tokens that this one samples.
+    row, of a suspected sequence. The rows of a step ``after`` another one begin with the tokens that this one samples,
+    or with the drafts that are ``assumed`` to be these tokens.
     """
 
     def __init__(
@@ -33,9 +34,13 @@ class StepBuilder:
         last_slice: int | None = None,
         isolated: bool = False,
         after: StepId | None = None,
+        assumed: bool = False,
+        lot: int = 0,
         states: StateClass | None = None,
     ) -> None:
         self._slots = states
+        self.assumed = assumed
+        self.lot = lot  # see ``ScheduledStep``
         self._last_slice = last_slice
         self.isolated = isolated
         self.after = after
@@ -105,6 +110,17 @@ class StepBuilder:
             self._tell(sequence)
         if self._slots is not None:
             self._add_state(self._slots, sequence, count - 1, 1)
+        self.decodes.append(sequence)
+
+    def add_assumed(self, sequence: Sequence, drafts: Drafts, *, start: int, wanted: int) -> None:
+        """Schedule drafts of the tokens from the place ``start`` on, as tokens of a window in flight."""
+        sequence.scheduled = start + 1
+        sequence.in_flight += 1
+        self._positions.append(start)
+        self._token_ids.append(drafts.ids[0])
+        self._add_drafts(Drafts(drafts.ids[1:], drafts.sources[1:]), wanted)
+        if sequence.new_runs:
+            self._tell(sequence)
         self.decodes.append(sequence)
 
     def _add_drafts(self, drafts: Drafts, wanted: int) -> None:
@@ -180,8 +196,10 @@ class StepBuilder:
             tuple(self._states),
             tuple([wanted.get(row, 0) for row in range(len(sequences))]) if wanted else (),
             self._last_slice,
-            self.after,
+            None if self.assumed else self.after,
             home and any(samples),
+            self.lot,
+            self.assumed,
         )
 
     def _tell(self, sequence: Sequence) -> None:

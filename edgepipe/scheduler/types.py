@@ -39,6 +39,7 @@ class SequenceSpec:
     priority: int = Priority.INTERACTIVE
     reuse_prefix: bool = True  # False: compute every prompt token, for example for log-probabilities
     alone: bool = False  # suspected of breaking steps: shares no step until an isolated step has sampled a token
+    may_fly: bool = False  # its windows of drafts may follow one another in flight
     registration_base_bytes: int = 0  # upper bound of its registration message, without output tokens
     registration_token_bytes: int = 0  # additional registration bytes per known output token
 
@@ -116,6 +117,10 @@ class ScheduledStep(NamedTuple):
     # The step in flight whose sampled tokens the rows begin with, so that ``token_ids`` means nothing.
     after: StepId | None = None
     home: bool = False  # the sampled tokens also go to the stage that embeds, so that a step may follow this one
+    # Above 0: drafts are not awaited. They come in lots of this size, behind all drafts that have come before.
+    lot: int = 0
+    # The rows' first tokens are drafts, too: a row samples nothing if its sequence went another way.
+    assumed: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -129,8 +134,8 @@ class ScheduledStep(NamedTuple):
 
     @property
     def has_windows(self) -> bool:
-        """Whether a row samples after several tokens: the sampler then needs the step's tokens."""
-        return len(self.token_ids) > len(self.sequences) and max(self.samples) > 1
+        """Whether a row holds drafts: the sampler then needs the step's tokens."""
+        return self.assumed or (len(self.token_ids) > len(self.sequences) and max(self.samples) > 1)
 
     @property
     def num_singles(self) -> int:

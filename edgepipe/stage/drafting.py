@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from edgepipe.backend.drafting import NO_DRAFTS, Drafter, Drafts, DraftSource
+from edgepipe.backend.drafting import NO_DRAFTS, ChainDrafter, Drafter, Drafts, DraftSource
 from edgepipe.errors import EdgepipeError
+from edgepipe.ids import SequenceId, StepId
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.lookup import LookupDrafter
 from edgepipe.stage.draft_process import Guesser
@@ -17,17 +22,41 @@ _MOST_WAIT_S = 1.0  # for a draft model's guesses; then drafts come from a looku
 _MOST_BEHIND = 64  # tokens that a draft model has missed, beyond which nothing waits until it has computed them
 
 
+class Lot(NamedTuple):
+    """Drafts for a window in flight."""
+
+    step: StepId  # the newest step whose tokens the drafter had
+    position: int  # absolute, of the first draft
+    drafts: Drafts
+    took_us: int
+
+
 class SequenceDrafter:
-    """The drafter of one sequence: what its grammar forces comes before what its own drafter proposes."""
+    """The drafter of one sequence: what its grammar forces comes before what its own drafter proposes.
+
+    Sampler threads call ``propose``. While windows follow one another in flight, the loop calls ``took`` instead, and
+    another thread ``go_on``.
+    """
 
     def __init__(
-        self, make: Callable[[], Drafter], sampler: SequenceSampler, *, follows: MtpDrafter | None = None
+        self,
+        make: Callable[[], Drafter],
+        sampler: SequenceSampler,
+        *,
+        known: int = 0,
+        follows: MtpDrafter | None = None,
     ) -> None:
         """
         make     called when the first drafts are wanted, on a sampler thread, since long prompts take time
+        known    tokens of the sequence when it began
         follows  the drafter, if it takes part in the sequence's steps
         """
         self._make = make
+        self._known = known
+        self._lock = threading.Lock()  # of the drafter, and of all fields but ``_told``
+        self._told: deque[tuple[StepId, Sequence[int]]] = deque()  # tokens of steps that the drafter has not seen
+        self._newest = StepId(0)  # the last of these steps that it has seen
+        self._chain: list[int] = []  # drafts behind the known tokens, each of which assumes all before it
         self.follows = follows
         self._drafter: Drafter | None = None
         self._sampler = sampler
@@ -35,15 +64,57 @@ class SequenceDrafter:
 
     def propose(self, tokens: Sequence[int], count: int) -> Drafts:
         """See ``Drafter.propose``."""
+        with self._lock:
+            self._see_told()
+            self._see(tokens)
+            self._chain = []
+            if count < 1:
+                return NO_DRAFTS
+            if forced := self._forced(count):
+                return Drafts(tuple(forced), (DraftSource.GRAMMAR,) * len(forced))
+            if self._drafter is None:
+                self._drafter = self._make()
+            new, self._new = self._new, []
+            return self._drafter.propose(new, count)
+
+    def took(self, step: StepId, tokens: Sequence[int]) -> None:
+        """Note tokens of a step. Never waits."""
+        self._told.append((step, tokens))
+
+    def go_on(self, *, lot: int, most: int) -> Lot | None:
+        """Return the next ``lot`` drafts behind all that are not known to be wrong; None beyond ``most`` in all.
+
+        None, too, if the drafter cannot go on behind its drafts, or found none.
+        """
+        with self._lock:
+            self._see_told()
+            if len(self._chain) + lot > most:
+                return None
+            if self._drafter is None:
+                self._drafter = self._make()
+            if not isinstance(self._drafter, ChainDrafter):
+                return None
+            new, self._new = self._new, []
+            began_ns = time.monotonic_ns()
+            drafts = self._drafter.go_on(new, self._chain, lot)
+            if not drafts.ids:
+                return None
+            took_us = max(0, (time.monotonic_ns() - began_ns) // 1000 - drafts.late_us)
+            found = Lot(self._newest, self._known + len(self._chain), drafts, took_us)
+            self._chain += drafts.ids
+            return found
+
+    def _see_told(self) -> None:
+        while self._told:
+            self._newest, tokens = self._told.popleft()
+            self._see(tokens)
+
+    def _see(self, tokens: Sequence[int]) -> None:
+        """Append known tokens. The chain begins anew behind a wrong draft."""
         self._new += tokens
-        if count < 1:
-            return NO_DRAFTS
-        if forced := self._forced(count):
-            return Drafts(tuple(forced), (DraftSource.GRAMMAR,) * len(forced))
-        if self._drafter is None:
-            self._drafter = self._make()
-        new, self._new = self._new, []
-        return self._drafter.propose(new, count)
+        self._known += len(tokens)
+        right = len(self._chain) >= len(tokens) and [*tokens] == self._chain[: len(tokens)]
+        self._chain = self._chain[len(tokens) :] if right else []
 
     def _forced(self, count: int) -> Sequence[int]:
         try:
@@ -75,6 +146,15 @@ class LookupFirst:
         drafts = self._other.propose(new, count)
         return drafts if drafts.ids else Drafts(found.ids, found.sources, drafts.late_us)
 
+    def go_on(self, tokens: Sequence[int], assumed: Sequence[int], count: int) -> Drafts:
+        """See ``ChainDrafter.go_on``: by the other drafter alone."""
+        self._new += tokens
+        self._lookup.propose(tokens, 0)
+        if not isinstance(self._other, ChainDrafter):
+            return NO_DRAFTS
+        new, self._new = self._new, []
+        return self._other.go_on(new, assumed, count)
+
 
 class ModelDrafter:
     """See ``Drafter``. A draft model in another process guesses; without its answer in time there are no drafts."""
@@ -87,10 +167,18 @@ class ModelDrafter:
     def propose(self, tokens: Sequence[int], count: int) -> Drafts:
         """See ``Drafter.propose``. A long prompt is sent, and nothing waits for it."""
         self._tokens.extend(tokens)
+        return self._ask(self._tokens, count)
+
+    def go_on(self, tokens: Sequence[int], assumed: Sequence[int], count: int) -> Drafts:
+        """See ``ChainDrafter.go_on``."""
+        self._tokens.extend(tokens)
+        return self._ask(self._tokens + array("i", assumed), count)
+
+    def _ask(self, tokens: array[int], count: int) -> Drafts:
         if count < 1:
             return NO_DRAFTS
         waits = len(self._tokens) - self._known <= _MOST_BEHIND
-        reply = self._model.ask(self._tokens, count if waits else 1, within_s=_MOST_WAIT_S if waits else 0.0)
+        reply = self._model.ask(tokens, count if waits else 1, within_s=_MOST_WAIT_S if waits else 0.0)
         if reply.sent:
             self._known = len(self._tokens)
         return Drafts(reply.ids, (DraftSource.MODEL,) * len(reply.ids), reply.late_us)
@@ -100,5 +188,7 @@ class ModelDrafter:
 class DraftWish:
     """Drafts to make for a sequence behind the tokens that its row samples."""
 
-    drafter: Drafter
+    drafter: SequenceDrafter
     count: int  # at most
+    sequence: SequenceId
+    lot: int = 0  # above 0: drafts come beside the steps, so many at a time, and ``count`` bounds them all

@@ -14,7 +14,7 @@ from edgepipe.link.serving import Replies
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.reports import HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
+from edgepipe.wire.reports import Drafted, HomeTokens, LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
 from edgepipe.wire.tiers import DiskCopied, HeldPlaces, HostRoom
 from edgepipe.wire.v1 import stage_pb2
 
@@ -58,6 +58,10 @@ class Reports:
     def done(self, done: StepDone) -> None:
         """Report a retired step."""
         self._put(done_to_wire(done))
+
+    def drafted(self, drafted: Drafted) -> None:
+        """Report drafts for windows in flight."""
+        self._put(stage_pb2.StageReport(drafted=to_wire(drafted, stage_pb2.Drafted)))
 
     def timing(self, timing: StepTiming) -> None:
         """Report a computed step's timing, within 100 ms."""

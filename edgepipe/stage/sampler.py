@@ -211,7 +211,7 @@ def _draft(wishes: Sequence[DraftWish | None], sampled: Sequence[Sequence[Sample
     return tuple(
         [
             NO_DRAFTS
-            if wish is None or row[-1].error is not None
+            if wish is None or wish.lot or row[-1].error is not None
             else wish.drafter.propose([each.token for each in row], wish.count)
             for wish, row in zip(wishes, sampled, strict=bool(wishes))
         ]

@@ -290,10 +290,14 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
             logit_rows.extend(range(first, packed))
             position = _output_position(plan, row, state.registration)
             if state.sampler is not None:
-                drafts = _drafts(plan, row, first)
-                samples += [SampleRow(state.sampler, position + at, draft) for at, draft in enumerate((*drafts, None))]
+                own = _own_tokens(plan, row, first)
+                given = own[0] if plan.assumed else None
+                samples += [
+                    SampleRow(state.sampler, position + at, draft, None if at else given)
+                    for at, draft in enumerate((*own[1:], None))
+                ]
                 drafter = state.drafter
-                wishes.append(DraftWish(drafter, row.draft) if drafter is not None else None)
+                wishes.append(DraftWish(drafter, row.draft, row.sequence, plan.lot) if drafter is not None else None)
     return PlannedRows(
         rows=tuple(rows),
         logit_rows=logit_rows,
@@ -330,13 +334,13 @@ class _Scores:
         return ScoreRows(rows=rows, targets=targets, num_top=self._num_top)
 
 
-def _drafts(plan: StepPlan, row: PlanRow, first: int) -> tuple[int, ...]:
-    """Return the tokens that the row assumes behind those that it samples. ``first``: packed index of the first one."""
-    if row.sample == 1:
+def _own_tokens(plan: StepPlan, row: PlanRow, first: int) -> tuple[int, ...]:
+    """Return the tokens that the row samples after, where it assumes some of them. ``first``: their packed index."""
+    if row.sample == 1 and not plan.assumed:
         return ()
     if len(plan.token_ids) != plan.num_tokens:
         raise _bad(plan, f"sequence {row.sequence} samples {row.sample} tokens", "the row's tokens are missing")
-    return plan.token_ids[first + 1 : first + row.sample]
+    return plan.token_ids[first : first + row.sample]
 
 
 def _output_position(plan: StepPlan, row: PlanRow, registration: Registration) -> int:

@@ -31,7 +31,8 @@ from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.draft_process import Guesser
-from edgepipe.stage.drafting import LookupFirst, ModelDrafter, SequenceDrafter
+from edgepipe.stage.drafting import DraftWish, LookupFirst, ModelDrafter, SequenceDrafter
+from edgepipe.stage.drafts_ahead import DraftsAhead
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.home import Home, HomeFeed, WayHome
@@ -49,7 +50,7 @@ from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.pipelines import OpenRing, PipelineSpec
 from edgepipe.wire.plans import ControlCommand, StepPlan
 from edgepipe.wire.registrations import Registration, Registrations
-from edgepipe.wire.reports import HomeTokens, LinkSample, StepDone
+from edgepipe.wire.reports import Drafted, HomeTokens, LinkSample, StepDone
 from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.tiers import DiskCopies, HostRoom, PlacesBack
 
@@ -161,6 +162,8 @@ class StageEpoch:
         )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
+        self._drafts_ahead = DraftsAhead(spec.epoch, self._drafted)
+        self._flying: dict[StepId, tuple[DraftWish | None, ...]] = {}  # of steps that are not reported
         self._last_step = StepId(0)
         self._moves: tuple[TierMove, ...] = ()  # of plans that ended before this stage, for its next step
         self._begun: tuple[BegunMove, ...] = ()  # the same moves
@@ -251,6 +254,7 @@ class StageEpoch:
             self._disk.begin_epoch()
         self.over = True
         self._crash.cancel()
+        self._drafts_ahead.close()
         if self._home is not None:
             self._home.close()
         if self._feed is not None:
@@ -275,6 +279,7 @@ class StageEpoch:
         models = (compute.backend.draft_model, self._draft_model)
         drafting = work.wants_drafts and (bool(work.kept) or any(model is not None for model in models))
         here = samplers.is_sooner_here(work.samples) and not work.scored and not drafting and not compute.has_waiting
+        here = here or work.flies
         samplers.put(
             output,
             work.samples,
@@ -336,6 +341,7 @@ class StageEpoch:
     def _new_drafter(self, registration: Registration, sampler: SequenceSampler) -> SequenceDrafter:
         tokens = array("i", registration.prompt)  # a tenth of a tuple's memory
         tokens.extend(registration.generated)
+        known = len(tokens)
         if registration.draft == "mtp" and self._mtp_slice is not None:
             run = partial(self._guess, self._mtp_slice)
             own = MtpDrafter(
@@ -345,12 +351,12 @@ class StageEpoch:
                 block_size=self.spec.block_size,
                 rest_tokens=self._rest_tokens,
             )
-            return SequenceDrafter(lambda: LookupFirst(tokens, own), sampler, follows=own)
+            return SequenceDrafter(lambda: LookupFirst(tokens, own), sampler, known=known, follows=own)
         if registration.draft == "model" and (guesser := self._draft_model) is not None:
-            return SequenceDrafter(lambda: LookupFirst(tokens, ModelDrafter(tokens, guesser)), sampler)
+            return SequenceDrafter(lambda: LookupFirst(tokens, ModelDrafter(tokens, guesser)), sampler, known=known)
         model = self._tools.compute.backend.draft_model if registration.draft == "auto" else None
         make = model.drafter if model is not None else LookupDrafter
-        return SequenceDrafter(partial(make, tokens), sampler)
+        return SequenceDrafter(partial(make, tokens), sampler, known=known)
 
     def _guess(self, slice_index: int, row: Callable[[], DraftRow]) -> TokenIds:
         """See ``RunDraft``; runs on a sampler thread."""
@@ -535,6 +541,8 @@ class StageEpoch:
             self._begun += self._held.begin(plan.moves)
         if self._host is not None and plan.moves:
             self._host.moved(plan.moves)
+        if plan.lot and last is not None:
+            self._flying[plan.step] = rows.wishes
         for lane in lanes:
             work = self._prepare(plan, rows, lane, first=lane is lanes[0])
             if lane.part.embedding:
@@ -574,6 +582,8 @@ class StageEpoch:
             problem = f"it samples at slice {plan.last_slice}, which has no head"
         elif plan.after is not None and (plan.after >= plan.step or plan.is_bulk):
             problem = f"it has {plan.num_tokens} tokens in {len(plan.rows)} rows and follows step {plan.after}"
+        elif (plan.assumed or plan.lot) and (plan.after is not None or plan.is_bulk or plan.home):
+            problem = "its rows assume drafts, and it has prompts, or tokens of another step"
         elif plan.rows and 0 in self._lanes and len(plan.token_ids) != (0 if plan.after else plan.num_tokens):
             problem = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
         elif plan.home and (plan.last_slice + 1 < self.spec.num_slices or not rows.logit_rows):
@@ -664,7 +674,7 @@ class StageEpoch:
         try:
             if result is None:
                 self._pass_on(work, output)
-            elif self._way_home is not None and self._retirement.is_next(work.step):
+            elif self._way_home is not None and not work.flies and self._retirement.is_next(work.step):
                 rows = result.sampled
                 self._way_home.send(work.step, [row[-1].token if row[-1].error is None else 0 for row in rows])
                 self._loop.call_soon(self._sampled, work, result)  # the first stage waits, so its tokens start first
@@ -700,7 +710,7 @@ class StageEpoch:
         ``here``: that is the compute thread. The loop then wakes once for the step and its tokens.
         """
         if self._home is not None:
-            self._home.give(work.step, [row[-1].token for row in result.sampled])
+            self._home.give(work.step, [row[-1].token if row else 0 for row in result.sampled])
         wake = self._loop.call_soon_threadsafe
         if here:
             self._tools.compute.later(lambda: wake(self._after_compute, work, output, result))
@@ -723,11 +733,23 @@ class StageEpoch:
                 self._way_home.send(done.step, [ids[-1] if ids else 0 for ids in done.ids])
                 self._loop.call_soon(self._report_done, done)  # the first stage waits, so its tokens start first
             else:
-                self._reports.done(done)
+                self._report_done(done)
 
     def _report_done(self, done: StepDone) -> None:
+        if self.over:
+            return
+        self._reports.done(done)
+        for wish, tokens in zip(self._flying.pop(done.step, ()), done.ids, strict=False):
+            if wish is not None and tokens:
+                self._drafts_ahead.took(wish, done.step, tokens)
+
+    def _drafted(self, drafted: Drafted) -> None:
+        """Report drafts for windows in flight; called on the thread that made them."""
+        self._loop.call_soon_threadsafe(self._report_drafted, drafted)
+
+    def _report_drafted(self, drafted: Drafted) -> None:
         if not self.over:
-            self._reports.done(done)
+            self._reports.drafted(drafted)
 
 
 def _window(spec: PipelineSpec) -> int:

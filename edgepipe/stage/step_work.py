@@ -132,7 +132,12 @@ class StageStep:
     @property
     def wants_drafts(self) -> bool:
         """Whether a row's sequence can use drafts next."""
-        return any(wish is not None and wish.count > 0 for wish in self.wishes)
+        return any(wish is not None and wish.count > 0 and not wish.lot for wish in self.wishes)
+
+    @property
+    def flies(self) -> bool:
+        """Whether windows of its sequence follow one another in flight: they are sampled in their order."""
+        return any(wish is not None and wish.lot > 0 for wish in self.wishes)
 
     def edits(self) -> LogitEdits | None:
         """See ``Work.edits``."""

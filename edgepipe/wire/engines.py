@@ -83,6 +83,7 @@ class DraftState:
     drafted: int = 0  # drafts that these verified
     accepted: int = 0
     factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
+    ahead: int = 0  # windows that began before the tokens of the one before them were known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

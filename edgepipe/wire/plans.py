@@ -55,13 +55,15 @@ class StepPlan:
     step: StepId
     last_slice: int  # the stage of this slice sends StepDone
     rows: tuple[PlanRow, ...] = ()
-    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds; for the head's, if a row samples several
+    token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds; for the head's, if a row holds drafts
     after: StepId | None = None  # the step whose sampled tokens the rows begin with; None: ``token_ids`` has them
     home: bool = False  # the sampled tokens also go to the stage that embeds: later plans may have rows after this step
     registers: tuple[SequenceId, ...] = ()  # sequences that begin in this step; applied before the rows
     frees: tuple[SequenceId, ...] = ()  # applied before the registers
     copies: tuple[BlockCopy, ...] = ()
     moves: tuple[TierMove, ...] = ()  # see ``ScheduledStep``
+    lot: int = 0  # see ``ScheduledStep``
+    assumed: bool = False  # see ``ScheduledStep``
 
     @cached_property
     def num_tokens(self) -> int:
@@ -131,6 +133,8 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
         frees=tuple(map(SequenceId, message.frees)),
         copies=tuple([BlockCopy(copy.source, copy.target) for copy in message.copies]),
         moves=_moves(message),
+        lot=message.lot,
+        assumed=message.assumed,
     )
 
 

@@ -61,7 +61,7 @@ class LinkSample:
 class StepDone:
     """A step is retired.
 
-    A row that ``failures`` does not name has at least one token.
+    A row that ``failures`` does not name has at least one token, unless its step is ``assumed``.
     """
 
     epoch: Epoch
@@ -73,6 +73,19 @@ class StepDone:
     prompt_logprobs: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
     failures: tuple[tuple[int, EdgepipeError], ...] = ()  # (sampling row, reason why no further token was sampled)
     drafts: tuple[Drafts, ...] = ()  # drafts behind the tokens of each sampling row; empty: no drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Drafts of a sequence's tokens, for windows in flight. They assume all drafts of it that came before."""
+
+    epoch: Epoch
+    step: StepId  # the newest step whose tokens of the sequence the drafter had
+    sequence: SequenceId
+    position: int  # absolute, of the first draft
+    ids: tuple[int, ...]
+    sources: tuple[int, ...]
+    took_us: int = 0  # for all of them; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ def step_to_wire(
         sample=step.samples,
         after=step.after or 0,
         home=step.home,
+        lot=step.lot,
+        assumed=step.assumed,
     )
     if with_token_ids and step.after is None:
         plan.token_ids.extend(step.token_ids)

@@ -31,6 +31,7 @@ PATIENCE_S = 60.0
 def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is worth a try, also beside other chats."""
     monkeypatch.setattr(MicroBatches, "period_s", lambda self, rows: 1.0)
+    monkeypatch.setattr(MicroBatches, "slowest_s", lambda self, rows: 1.0)
     monkeypatch.setattr(MicroBatches, "draft_s", 0.0)
 
 
@@ -68,6 +69,19 @@ async def test_a_good_draft_model_saves_turns_and_second_turns_go_on(tmp_path: P
         assert drafts.source == "model"
         assert drafts.accepted == drafts.drafted > 240
         assert drafts.windows < 60
+
+
+async def test_a_draft_model_goes_on_behind_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MicroBatches, "period_s", lambda self, rows: 1.0 + 0.4 * rows)
+    monkeypatch.setattr(MicroBatches, "slowest_s", lambda self, rows: 0.3)
+    async with engine_lab(num_stages=2, draft_folder=folder(tmp_path), link="1gbit,2ms") as lab:
+        await loaded(lab)
+        gateway = await lab.gateway()
+        gateway.send(submission("a", PROMPT, 200))
+        assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 200)
+        drafts = drafts_of(lab)
+        assert drafts.ahead > 3
+        assert drafts.accepted == drafts.drafted
 
 
 @pytest.mark.parametrize("draft", [OTHER, pytest.param(SMALL_CONTEXT, marks=pytest.mark.long)], ids=["wrong", "short"])

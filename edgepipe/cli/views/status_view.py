@@ -311,6 +311,8 @@ def drafts_in_words(drafts: DraftState) -> str:
         return ""
     share = f"{drafts.accepted / drafts.drafted:.0%} of {drafts.drafted:,} right"
     by = {"mtp": " by the model's own layer", "model": " by the draft model"}.get(drafts.source, "")
+    if drafts.ahead:
+        share += f" · {drafts.ahead:,} of {drafts.windows:,} windows in flight behind another"
     return f"Drafts{by}: {share} · chats with drafts are {drafts.factor:.2f} times as fast"
 
 

@@ -76,7 +76,7 @@ ENGINE: Tables = {
     },
     "DeviceSpan": {"begin_us": COUNT, "end_us": COUNT},
     "PromptSteps": {"in_flight": COUNT, "num_tokens": TOKENS, "ms": MEASURED, "over_goal_ms": MEASURED},
-    "DraftState": {"windows": COUNT, "drafted": COUNT, "accepted": COUNT, "factor": MEASURED},
+    "DraftState": {"windows": COUNT, "drafted": COUNT, "accepted": COUNT, "factor": MEASURED, "ahead": COUNT},
     "EngineState": {
         "micro_batches": COUNT,
         "in_flight": COUNT,

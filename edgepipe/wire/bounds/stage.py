@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgepipe.backend.drafting import MOST_DRAFTS
 from edgepipe.sampling.bounds import Within
 from edgepipe.wire.bounds.rules import (
     BLOCK,
@@ -75,6 +76,7 @@ STAGE: Tables = {
         "move_place": _TABLE,
         "move_kept": _TABLE,
         "move_out": _COLUMNS,
+        "lot": Within(0, MOST_DRAFTS),
     },
     "DiskCopies": {"number": COUNT, "memory_class": _DISK, "host_places": _DISK, "disk_places": _DISK},
     "PlacesBack": {"memory_class": _BACK, "places": _BACK},
@@ -128,6 +130,14 @@ STAGE: Tables = {
         "drafts": _DONE,
         "draft_sources": _DONE,
         "num_drafts": Checked("edgepipe.wire.reports:done_from_wire"),
+    },
+    "Drafted": {
+        "step": _DONE,
+        "sequence": Checked("edgepipe.scheduler.scheduler:Scheduler.add_drafts"),
+        "position": Checked("edgepipe.scheduler.flights:DraftChain.add"),
+        "ids": _DONE,
+        "sources": _DONE,
+        "took_us": _DURATION_US,
     },
     "DiskCopied": {"number": _DISK_ANSWER, "failed": _DISK_ANSWER, "took_us": COUNT},
     "SampleFailure": {"index": _DONE},

@@ -846,6 +846,7 @@ class DraftState(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """what drafts: "auto", "lookup", "mtp", "model"; empty: nothing"""
     windows: _builtins.int
@@ -855,6 +856,8 @@ class DraftState(_message.Message):
     accepted: _builtins.int
     factor: _builtins.float
     """tokens per second over those without drafts, of the last windows, as predicted; 0: no window yet"""
+    ahead: _builtins.int
+    """windows that began before the tokens of the one before them were known"""
     def __init__(
         self,
         *,
@@ -863,10 +866,11 @@ class DraftState(_message.Message):
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         factor: _builtins.float = ...,
+        ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "factor", b"factor", "source", b"source", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "ahead", b"ahead", "drafted", b"drafted", "factor", b"factor", "source", b"source", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

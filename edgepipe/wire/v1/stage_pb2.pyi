@@ -231,6 +231,8 @@ class Plan(_message.Message):
     MOVE_KEPT_FIELD_NUMBER: _builtins.int
     MOVE_OUT_FIELD_NUMBER: _builtins.int
     MOVE_KEYS_FIELD_NUMBER: _builtins.int
+    LOT_FIELD_NUMBER: _builtins.int
+    ASSUMED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     last_slice: _builtins.int
     """whose stage sends StepDone"""
@@ -244,6 +246,12 @@ class Plan(_message.Message):
     """
     move_keys: _builtins.bytes
     """of those to host memory, in order, 16 bytes each: what is there from then on"""
+    lot: _builtins.int
+    """Above 0: the drafts come in reports of their own (Drafted), so many at a time, each behind those that came before.
+    draft then bounds how many there are behind the row's tokens. 0: they come with the tokens.
+    """
+    assumed: _builtins.bool
+    """The rows' first tokens are drafts, too. A row samples nothing if its sequence went another way."""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -355,10 +363,12 @@ class Plan(_message.Message):
         move_kept: _abc.Iterable[_builtins.int] | None = ...,
         move_out: _abc.Iterable[_builtins.bool] | None = ...,
         move_keys: _builtins.bytes = ...,
+        lot: _builtins.int = ...,
+        assumed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "move_class", b"move_class", "move_kept", b"move_kept", "move_keys", b"move_keys", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "assumed", b"assumed", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "lot", b"lot", "move_class", b"move_class", "move_kept", b"move_kept", "move_keys", b"move_keys", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -842,6 +852,7 @@ class StageReport(_message.Message):
     DISK_FIELD_NUMBER: _builtins.int
     HOST_ROOM_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
     NEXT_UNREACHED_FIELD_NUMBER: _builtins.int
     DEVICE_FAILED_FIELD_NUMBER: _builtins.int
@@ -869,6 +880,8 @@ class StageReport(_message.Message):
     def host_room(self) -> Global___HostRoom: ...
     @_builtins.property
     def held(self) -> Global___HeldPlaces: ...
+    @_builtins.property
+    def drafted(self) -> Global___Drafted: ...
     def __init__(
         self,
         *,
@@ -880,15 +893,16 @@ class StageReport(_message.Message):
         disk: Global___DiskCopied | None = ...,
         host_room: Global___HostRoom | None = ...,
         held: Global___HeldPlaces | None = ...,
+        drafted: Global___Drafted | None = ...,
         crashed_step: _builtins.int = ...,
         next_unreached: _builtins.bool = ...,
         device_failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "drafted", b"drafted", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashed_step", b"crashed_step", "device_failed", b"device_failed", "disk", b"disk", "drafted", b"drafted", "fault", b"fault", "held", b"held", "home_opened", b"home_opened", "host_room", b"host_room", "message", b"message", "next_unreached", b"next_unreached", "opened", b"opened", "step_done", b"step_done", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk", "host_room", "held"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step_done", "timings", "fault", "home_opened", "disk", "host_room", "held", "drafted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1059,7 +1073,7 @@ class StepDone(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleFailure]: ...
     @_builtins.property
     def num_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """by sampling row: at least one, unless it failed"""
+        """by sampling row: at least one, unless it failed or its step was assumed"""
 
     @_builtins.property
     def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1093,6 +1107,53 @@ class StepDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class Drafted(_message.Message):
+    """Drafts of a sequence's tokens, for windows in flight. They assume all drafts of it that came before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    TOOK_US_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """the newest step whose tokens of the sequence the drafter had"""
+    sequence: _builtins.int
+    position: _builtins.int
+    """absolute, of the first draft"""
+    took_us: _builtins.int
+    """for all of them; 0: not known"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """see StepDone.draft_sources"""
+
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        step: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        position: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
+        took_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ids", b"ids", "position", b"position", "sequence", b"sequence", "sources", b"sources", "step", b"step", "took_us", b"took_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drafted: _TypeAlias = Drafted  # noqa: Y015
 
 @_typing.final
 class SampleFailure(_message.Message):

@@ -135,15 +135,19 @@ async def run_load(
     num_openings: int = 12,
     acceptance: str = "",
     kv: str = "",
+    clients: int = CLIENTS_PER_GATEWAY,
+    micro_batches: int = 4,
+    link: str = "",
 ) -> Load:
-    """Eight users at each gateway and a KV pool that is too small for them.
+    """Eight users at each gateway (``clients``) and a KV pool that is too small for them.
 
-    ``losses``: stages to lose meanwhile; ``acceptance`` of drafts and form of ``kv``: see ``engine_lab``.
+    ``losses``: stages to lose meanwhile; ``link``, ``acceptance`` of drafts and form of ``kv``: see ``engine_lab``.
     """
     rng = random.Random(seed)
     async with engine_lab(
         num_stages=3,
-        micro_batches=4,
+        micro_batches=micro_batches,
+        link=link,
         max_blocks=max_blocks,
         max_host_blocks=max_host_blocks,
         max_disk_blocks=max_disk_blocks,
@@ -164,7 +168,7 @@ async def run_load(
                 for index in range(num_gateways):
                     gateway = await lab.gateway(node_id=f"gateway{index}")
                     gateway.patience_s = math.inf
-                    for _ in range(CLIENTS_PER_GATEWAY):
+                    for _ in range(clients):
                         users.create_task(load.user(gateway))
             watch.cancel()
         assert load.num_cancelled

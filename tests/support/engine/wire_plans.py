@@ -25,6 +25,8 @@ def plan_to_wire(plan: StepPlan, *, with_token_ids: bool) -> stage_pb2.Plan:
         token_ids=plan.token_ids if with_token_ids else (),
         after=plan.after or 0,
         home=plan.home,
+        lot=plan.lot,
+        assumed=plan.assumed,
         registers=plan.registers,
         frees=plan.frees,
         copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in plan.copies],

@@ -12,7 +12,7 @@ from typing import Any
 from edgepipe.backend.drafting import Drafts, DraftSource
 from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import BlockRun, StepRow, TierMove, WindowRuns
-from edgepipe.ids import EngineId, Epoch, SequenceId
+from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
 from edgepipe.scheduler import (
     DiskWork,
     EndReason,
@@ -153,6 +153,7 @@ class World:
     damage: float = 0.0  # probability that a stage cannot read a copy on disk
     breakage: float = 0.0  # probability that a stage has a problem with its disk after a work
     step_s: float = 0.0  # time between two steps that retire; 0: turns are not measured
+    flies: bool = False  # windows of drafts may follow one another in flight
 
     def __post_init__(self) -> None:
         self.random = random.Random(0)
@@ -185,13 +186,20 @@ class World:
     def _new_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.limits, self.policy)
         if self.acceptance is not None:  # rows cost nothing, so all drafts are tried
-            scheduler.set_drafting(Drafting(lambda rows: 1.0, lambda: 0.0))
+            scheduler.set_drafting(self._drafting())
         if self._turns_ahead:
             scheduler.plan_ahead()
             scheduler.set_turns_ahead(self._turns_ahead)
         return scheduler
 
+    def _drafting(self) -> Drafting:
+        if not self.flies:
+            return Drafting(lambda rows: 1.0, lambda: 0.0)
+        return Drafting(lambda rows: 1.0 + 0.4 * rows, lambda: 0.0, lambda rows: 0.3)
+
     def submit(self, *specs: SequenceSpec) -> None:
+        if self.flies:
+            specs = tuple([replace(spec, may_fly=True) for spec in specs])
         events = self.scheduler.submit(specs)
         for spec in specs:
             self.specs[spec.sequence] = spec
@@ -263,6 +271,8 @@ class World:
         self._snapshot.clear()
         self._sampled.clear()
         self._surplus.clear()
+        self._chains.clear()
+        self._lots.clear()
         self._window_snapshot.clear()
         self.windows = [{} for _ in self.limits.windows]
         self._due.clear()
@@ -280,6 +290,9 @@ class World:
     def fill(self) -> int:
         """Send steps until the scheduler has none."""
         count = 0
+        while self._lots and self.random.random() < 0.8:
+            sequence, drafts, position, newest = self._lots.popleft()
+            self.scheduler.add_drafts(sequence, drafts, position=position, step=newest)
         while (step := self.scheduler.next_step()) is not None:
             self._check_new(step)
             for memory in self.slices:
@@ -353,18 +366,40 @@ class World:
         if step.after is not None:
             step = step._replace(token_ids=tuple([self._sampled[step.after][each] for each in step.sequences]))
         ids = self._compute(step)
+        self.void += [] in ids
         sampling = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
-        self._sampled[step.step] = {each: row[-1] for each, row in zip(sampling, ids, strict=True)}
+        self._sampled[step.step] = {each: row[-1] for each, row in zip(sampling, ids, strict=True) if row}
         for sequence, row in zip(sampling, ids, strict=True):
             if sequence in self.ended:  # it ended before, and the step had been planned ahead
                 self._surplus[sequence] += row
         self.now_s += self.step_s
         now_s = self.now_s if self.step_s else None
         self.note(self.scheduler.retire(step.step, ids, self._draft(step, ids), now_s=now_s))
+        self._draft_ahead(step, ids)
+
+    def _draft_ahead(self, step: ScheduledStep, ids: list[list[int]]) -> None:
+        """Make lots of drafts behind those that were made before, as a drafter does that knows the step's tokens."""
+        if not step.lot:
+            for sequence in step.sequences:
+                self._chains.pop(sequence, None)
+            return
+        (sequence,), (tokens,) = step.sequences, ids
+        if not tokens or sequence in self.ended:
+            return
+        chain = self._chains.get(sequence, [])
+        self._chains[sequence] = chain = chain[len(tokens) :] if chain[: len(tokens)] == tokens else []
+        while len(chain) + step.lot <= step.drafts[0] and self.random.random() < 0.8:
+            known, own = [*self.specs[sequence].prompt, *self.output[sequence]], list[int]()
+            for _ in range(step.lot):
+                right = self.random.random() < (self.acceptance or 0)
+                own.append(next_token([*known, *chain, *own]) if right else self.random.randrange(VOCAB))
+            drafts = Drafts(tuple(own), (DraftSource.MODEL,) * len(own))
+            self._lots.append((sequence, drafts, len(known) + len(chain), step.step))
+            chain += own
 
     def _draft(self, step: ScheduledStep, ids: list[list[int]]) -> list[Drafts]:
         """Drafts of each sampling row: the oracle's tokens, up to the first wrong one."""
-        if self.acceptance is None or not step.drafts:
+        if self.acceptance is None or not step.drafts or step.lot:
             return []
         found: list[Drafts] = []
         rows = iter(ids)
@@ -499,7 +534,7 @@ class World:
         sampling = {
             s
             for sent in self.in_flight
-            if sent.step not in before_it
+            if sent.step not in before_it and not sent.lot
             for s, samples in zip(sent.sequences, sent.samples, strict=True)
             if samples
         }
@@ -510,6 +545,12 @@ class World:
             assert [after[sequence] for sequence in step.sequences] == [*step.positions]
             assert not [sent for sent in self.in_flight if sent.after == step.after], "two steps follow one"
         assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
+        flying = [sent for sent in self.in_flight if sent.lot and sent.sequences == step.sequences]
+        if step.assumed:
+            assert [sent.positions[0] + sent.num_tokens[0] for sent in flying[-1:]] == [*step.positions]
+        else:
+            assert all(sent.assumed for sent in flying), "a sequence goes on behind a window that may be right"
+        self.most_flying = max(self.most_flying, len(flying))
         self._check_windows(step)
         self._check_states(step)
         self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
@@ -627,6 +668,9 @@ class World:
 
     def _compute(self, step: ScheduledStep) -> list[list[int]]:
         assert step.last_slice is None or not step.copies, "copies are made by all slices"
+        if step.assumed and self._is_void(step):
+            self._compute_void(step)
+            return [[]]
         tables, windows = self._snapshot.pop(step.step), self._window_snapshot.pop(step.step)
         del self._reads[step.step]
         found: list[list[int]] = []
@@ -639,6 +683,19 @@ class World:
             found = self._compute_slice(step, tables, memory.slots)
             self.computed[index] += len(step.token_ids)
         return found
+
+    def _is_void(self, step: ScheduledStep) -> bool:
+        """Whether the sequence went another way than the step's first token assumes."""
+        (sequence,) = step.sequences
+        known = [*self.specs[sequence].prompt, *self.output[sequence], *self._surplus[sequence]]
+        return step.positions[0] != len(known) - 1 or known[-1] != step.token_ids[0]
+
+    def _compute_void(self, step: ScheduledStep) -> None:
+        for memory in self.slices:
+            memory.moves_behind += memory.begun.pop(step.step)
+            memory.move_all(limits=self.limits)
+        self._damage(step._replace(moves=()))
+        del self._reads[step.step], self._snapshot[step.step], self._window_snapshot[step.step]
 
     def _compute_slice(
         self, step: ScheduledStep, tables: dict[SequenceId, list[int]], slots: dict[int, tuple[int, int]]
@@ -682,6 +739,11 @@ class World:
             assert slots[place] == (token, value), "a slot holds another sequence's token"
         return value % VOCAB
 
+    void: int = 0  # steps of windows in flight whose sequence went another way
+    most_flying: int = 0  # windows of a sequence that were in flight when another one followed
+    _chains: dict[SequenceId, list[int]] = field(default_factory=dict)  # drafts behind the known tokens
+    # On their way: sequence, drafts, position of the first one, newest step that the drafter knew.
+    _lots: deque[tuple[SequenceId, Drafts, int, StepId]] = field(default_factory=deque)
     _reads: dict[int, set[int]] = field(default_factory=dict)
     _due: dict[SequenceId, int] = field(default_factory=dict)
     _sampled: dict[int, dict[SequenceId, int]] = field(default_factory=dict)  # newest token of each row, by step

@@ -11,6 +11,7 @@ from edgepipe.cli.chat.conversation import Answer
 from edgepipe.cli.chat.dialogue import Dialogue
 from edgepipe.cli.chat.slash import COMMANDS, Talk, complete, run_command
 from edgepipe.cli.find import Target
+from edgepipe.cli.views.status_view import drafts_in_words
 from edgepipe.errors import RequestInvalid
 from edgepipe.wire.engines import DraftState
 from edgepipe.wire.nodes import ClusterStatus
@@ -228,3 +229,9 @@ def test_every_setting_goes_back_to_its_default() -> None:
         dialogue.set(name, text)
         dialogue.set(name, "default")
     assert (dialogue.history, dialogue.options) == ("stop", {"temperature": None})
+
+
+def test_windows_in_flight_are_counted() -> None:
+    drafts = DraftState(source="model", windows=90, drafted=200, accepted=150, factor=1.5, ahead=40)
+    words = "Drafts by the draft model: 75% of 200 right · 40 of 90 windows in flight behind another"
+    assert drafts_in_words(drafts) == f"{words} · chats with drafts are 1.50 times as fast"

@@ -33,6 +33,34 @@ def test_so_many_drafts_are_right(share: float) -> None:
     assert right / tried == pytest.approx(share, abs=0.05)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_drafts_behind_drafts_are_those_of_one_window(share: float) -> None:
+    answer = generate([1, 2, 3], 200, CONFIG, ignore_eos=True)
+    model = EmulatedDraftModel(CONFIG, Acceptance(str(share)), token_s=0.0, seed=4)
+    some, other = model.drafter([1, 2, 3]), model.drafter([1, 2, 3])
+    new: list[int] = []
+    at = 0
+    while at + 12 < len(answer):
+        wanted = other.propose(new, 6).ids
+        chain: list[int] = []
+        for count in (1, 3, 2):
+            chain += some.go_on(new, chain, count).ids
+            new = []
+        assert chain == [*wanted]
+        right = next((place for place in range(6) if chain[place] != answer[at + place]), 6)
+        new = answer[at : at + right + 1]
+        at += right + 1
+
+
+def test_drafts_go_on_while_the_first_of_them_become_known() -> None:
+    answer = generate([1, 2, 3], 60, CONFIG, ignore_eos=True)
+    drafter = EmulatedDraftModel(CONFIG, Acceptance("1"), token_s=0.0, seed=4).drafter([1, 2, 3])
+    chain = [*drafter.go_on([], [], 4).ids]
+    for at in range(0, 40, 2):
+        chain = [*chain[2:], *drafter.go_on(answer[at : at + 2], chain[2:], 2).ids]
+        assert chain == answer[at + 2 : at + 6]
+
+
 def test_the_share_may_change_along_the_text() -> None:
     acceptance = Acceptance("0.8:100,0.1")
     assert [acceptance.at(position) for position in (0, 99, 100, 5000)] == [0.8, 0.8, 0.1, 0.1]

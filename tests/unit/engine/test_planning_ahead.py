@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, Throttl
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.registrations import Registration
-from edgepipe.wire.reports import HomeOpened, HomeTokens, StageTimings, StepDone
+from edgepipe.wire.reports import Drafted, HomeOpened, HomeTokens, StageTimings, StepDone
 from edgepipe.wire.v1 import stage_pb2
 
 EPOCH = Epoch(3, EngineId("engine"))
@@ -145,3 +146,24 @@ async def test_tokens_that_cannot_have_come_end_the_epoch(ring: Ring, step: int,
     ring.ask()
     with pytest.raises(RemoteProtocolError, match=f"tokens of step {step} came to it"):
         ring.came(step, 7, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "fact"),
+    [
+        (0, {}, "another stage samples"),
+        (1, {"ids": (), "sources": ()}, "it drafts 0 tokens"),
+        (1, {"ids": (1,) * 8, "sources": (5,) * 8}, "it drafts 8 tokens"),
+        (1, {"sources": (5, 5)}, "with 2 sources"),
+        (1, {"ids": (256,)}, "the vocabulary ends at 255"),
+        (1, {"step": StepId(9)}, "step 1 is the newest"),
+    ],
+)
+async def test_drafts_that_cannot_be_end_the_epoch(ring: Ring, stage: int, change: dict[str, Any], fact: str) -> None:
+    ring.ask()
+    drafted = Drafted(epoch=EPOCH, step=StepId(1), sequence=SequenceId(1), position=4, ids=(1,), sources=(5,))
+    ring.pump.on_report(ring.sites[1], drafted)  # nothing asked for it: it is dropped
+    ring.pump.on_report(ring.sites[1], replace(drafted, epoch=Epoch(2, EngineId("engine")), ids=(999,)))
+    with pytest.raises(RemoteProtocolError) as raised:
+        ring.pump.on_report(ring.sites[stage], replace(drafted, **change))
+    assert fact in str(raised.value.fact)

@@ -134,3 +134,23 @@ def test_a_grammar_names_the_tokens_that_must_come(built: BuiltGrammar) -> None:
     (first,) = sample(logits_after([], SMALLEST_VOCAB)[None], [SampleRow(sampler, 0)])
     tokens = [first.token, *sampler.forced()]
     assert bytes(b for token in tokens for b in built.tokenizer.tokens[token]) == b'{"name":"'
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_window_behind_another_token_than_it_assumes_has_no_tokens(way: Way, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3)
+    wanted = [each.token for each in one_by_one(SequenceSampler(params), [], 4)]
+    sampler = SequenceSampler(params)
+
+    def window(known: list[int], given: int | None, draft: int) -> list[int]:
+        rows = [SampleRow(sampler, len(known), draft, given), SampleRow(sampler, len(known) + 1)]
+        logits = np.stack([logits_after(known), logits_after([*known, draft])])
+        return [each.token for each in way(logits, rows) if each is not SKIPPED]
+
+    assert window([], None, wanted[0] + 1) == wanted[:1]
+    assert window([wanted[0] + 1], wanted[0] + 1, 0) == [], "it assumes another token"
+    assert window([wanted[0], 5], 5, 0) == [], "it assumes a token that was not sampled"
+    assert window(wanted[:1], wanted[0], wanted[1]) == wanted[1:3]
+    assert window(wanted[:2], wanted[1], wanted[2]) == [], "a token later"
+    assert window(wanted[:3], wanted[2], 0)[:1] == wanted[3:4]

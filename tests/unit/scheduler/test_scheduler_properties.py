@@ -75,9 +75,16 @@ def _pacer(*, stages: int, most_tokens: int, goal_s: float | None) -> Pacer:
     return Pacer(ring, most_tokens=most_tokens, goal_s=goal_s)
 
 
-def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action], *, acceptance: float | None = None) -> World:
+def play(
+    pipeline: SchedulerLimits,
+    policy: Policy,
+    actions: list[Action],
+    *,
+    acceptance: float | None = None,
+    flies: bool = False,
+) -> World:
     """Do all this, then let the rest run."""
-    world = World(pipeline, policy, acceptance)
+    world = World(pipeline, policy, acceptance, flies=flies)
     next_id = 0
     for kind, a, b, c in actions:
         if kind == "s":
