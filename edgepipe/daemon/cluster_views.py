@@ -168,8 +168,11 @@ class ClusterViews:
 
 
 def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) -> list[EngineState]:
-    """Return the engines of wanted models that no reachable node runs: a gateway asks clients to try again."""
-    running = {engine.pipeline_id for engine in engines}
+    """Return the engines of wanted models that no reachable node runs: a gateway asks clients to try again.
+
+    A model that was served anew may still have its former engine, which answers meanwhile.
+    """
+    running = {engine.pipeline_id: engine.model for engine in engines}
     return [
         EngineState(
             model=body.spec.model,
@@ -179,7 +182,7 @@ def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) ->
             message="no reachable machine runs its engine now",
         )
         for body in wanted
-        if body.pipeline_id not in running
+        if body.pipeline_id not in running and (body.spec.num_replicas > 1 or body.spec.model not in running.values())
     ]
 
 
