@@ -112,6 +112,7 @@ async def serving(
         for task in reversed(tasks):  # the gateway must run until it has ceased to answer
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        sock.close()  # a task that is cancelled before it begins has not closed it
         await server.stop(None)
 
 
