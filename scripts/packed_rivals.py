@@ -57,7 +57,7 @@ def crowded_rows(model: Path) -> list[Row]:
     """Threads chosen beside other programs against one for each core, each in a process of its own, in turns."""
     found: list[Row] = []
     cores = os.cpu_count() or 1
-    for neighbours, target in ((0, 0.95), (1, 1.0), (cores, 1.2), (2 * cores, 1.5)):
+    for neighbours, target in ((0, 0.95), (cores, 1.0)):
         with _own_process() as chosen, _own_process() as fixed, _neighbours(neighbours):
             works = [partial(_decode_there, stage, model, threads) for stage, threads in ((chosen, 0), (fixed, cores))]
             rates = rates_of(NEW_TOKENS, works, pick=statistics.median)

@@ -230,6 +230,7 @@ class TorchBackend:
         Raises ShardMismatch if the inputs do not match the step or the slice is not loaded.
         """
         ticket = self._submit(prepared, inputs, edits)
+        self._device.end_step()
         layout = prepared.layout
         if (reads := self._reads.get(layout.slice_index)) is None:
             return ticket

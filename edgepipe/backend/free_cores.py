@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 _WINDOW_S = 0.5  # between two readings: fewer say little, since systems count in hundredths of a second
 _AGREEING = 2  # readings that must ask for more threads before there are more
+_PAUSE_S = 0.25  # without a step: what others used meanwhile says nothing of what they use beside steps
 
 
 class CoreTimes(NamedTuple):
@@ -28,12 +29,19 @@ class ThreadChoice:
         self.threads = most
         self._most = most
         self._cores = cores
-        self._last: CoreTimes | None = None
+        self._last: CoreTimes | None = None  # since then steps followed each other
+        self._ended_s = 0.0  # of the newest step
         self._more = 0  # newest readings in a row that asked for more threads
 
     def due(self, now_s: float) -> bool:
-        """Whether the next reading is due. Readings take some tens of microseconds."""
+        """Whether a reading is due as a step begins. Readings take some tens of microseconds."""
+        if now_s - self._ended_s > _PAUSE_S:
+            self._last = None
         return self._most > 1 and (self._last is None or now_s - self._last.at_s >= _WINDOW_S)
+
+    def ended(self, now_s: float) -> None:
+        """Record that a step ended."""
+        self._ended_s = now_s
 
     def note(self, times: CoreTimes) -> None:
         """Choose by what other programs used since the last reading: fewer threads at once, more after a second one."""

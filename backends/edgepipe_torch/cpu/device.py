@@ -130,6 +130,11 @@ class CpuDevice(Device):
             logger.debug("steps take %d threads now, beside other programs", choice.threads)
             torch.set_num_threads(choice.threads)
 
+    def end_step(self) -> None:
+        """See ``Device``."""
+        if self._threads is not None:
+            self._threads.ended(time.monotonic())
+
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         is_expert = role == EXPERTS
         if any(parts.forms):

@@ -97,6 +97,9 @@ class Device(Protocol):
     def begin_step(self) -> None:
         """Prepare this thread for the next step."""
 
+    def end_step(self) -> None:
+        """Record that a step was submitted; on a CPU, it is computed then."""
+
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         """Make an empty product of parts with these out features.
 

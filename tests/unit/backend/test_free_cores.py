@@ -20,9 +20,10 @@ class Machine:
         self._now = CoreTimes(START_S, 5000.0, 700.0)
         self.choice.note(self._now)
 
-    def run(self, *, others: float, own: float, seconds: float = 0.5) -> int:
+    def run(self, *, others: float, own: float, seconds: float = 0.5, pause: float = 0.0) -> int:
         at_s, busy_s, own_s = self._now
         self._now = CoreTimes(at_s + seconds, busy_s + (others + own) * seconds, own_s + own * seconds)
+        self.choice.ended(self._now.at_s - pause)
         assert self.choice.due(self._now.at_s)
         self.choice.note(self._now)
         return self.choice.threads
@@ -58,10 +59,20 @@ def test_a_stage_s_own_time_is_nobody_else_s() -> None:
         assert machine.run(others=0.0, own=own) == 4
 
 
+def test_what_others_use_while_the_stage_rests_says_nothing() -> None:
+    machine = Machine(4, 4.0)
+    assert machine.run(others=4.0, own=0.1, seconds=60.0, pause=59.0) == 4
+    assert machine.run(others=3.0, own=1.0) == 1
+    assert machine.run(others=0.0, own=0.1, seconds=60.0, pause=59.0) == 1
+    assert machine.run(others=0.0, own=1.0) == 1
+    assert machine.run(others=0.0, own=1.0) == 4
+
+
 def test_readings_are_due_twice_a_second_and_never_for_one_thread() -> None:
     choice = ThreadChoice(4, cores=4.0)
     assert choice.due(START_S)
     choice.note(CoreTimes(START_S, 0.0, 0.0))
+    choice.ended(START_S + 0.3)
     assert not choice.due(START_S + 0.4)
     assert choice.due(START_S + 0.5)
     assert not ThreadChoice(1, cores=8.0).due(START_S)

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), r
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
+def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("edgepipe.backend.free_cores._PAUSE_S", float("inf"))  # a slow machine is no pause
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
