@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from edgepipe.backend.free_cores import ThreadChoice
 from edgepipe.backend.kv_setting import checked_kv
-from edgepipe.backend.machine_cores import compute_threads, usable_cores
+from edgepipe.backend.machine_cores import compute_threads
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import BackendUnavailable, ConfigInvalid
 from edgepipe_torch.cpu.device import CpuDevice
@@ -26,7 +28,7 @@ def make_device(options: BackendOptions) -> Device:
     dtype = _choose_dtype(options.dtype, torch.float32 if is_cpu else torch.bfloat16)
     packed, kv, digits = _keeps_packed(options), checked_kv(options.kv), _input_digits(options)
     if is_cpu:
-        threads = None if options.threads else ThreadChoice(compute_threads(), cores=usable_cores())
+        threads = None if options.threads else ThreadChoice(compute_threads(), cores=os.cpu_count() or 1)
         return CpuDevice(dtype, packed=packed, kv=kv, digits=digits, threads=threads)
     return CudaDevice(place, dtype, packed=packed, kv=kv)
 

@@ -25,7 +25,10 @@ class ThreadChoice:
     """Number of threads, by what other programs leave of the processors."""
 
     def __init__(self, most: int, *, cores: float) -> None:
-        """``most``: threads on a quiet machine. ``cores``: logical processors that the process may use."""
+        """``most``: threads on a quiet machine, within the process's limits. ``cores``: all logical processors.
+
+        ``CoreTimes`` counts the programs of the whole machine, in a container, too.
+        """
         self.threads = most
         self._most = most
         self._cores = cores

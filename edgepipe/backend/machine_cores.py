@@ -12,6 +12,7 @@ import psutil
 
 from edgepipe.backend.control_groups import SECOND, Read, group_folders
 from edgepipe.backend.free_cores import CoreTimes
+from edgepipe.backend.machine_memory import read_file
 
 _NO_LIMIT = "max"
 
@@ -20,7 +21,7 @@ def usable_cores() -> float:
     """Return the number of logical processors that this process may use: the least of the machine's and its limits."""
     count = float(os.cpu_count() or 1)
     if sys.platform == "linux":
-        count = min(count, len(os.sched_getaffinity(0)), group_cores(_read))
+        count = min(count, len(os.sched_getaffinity(0)), group_cores(read_file))
     return count
 
 
@@ -48,8 +49,3 @@ def group_cores(read: Read) -> float:
             if quota != _NO_LIMIT and int(quota) > 0 and int(period) > 0:
                 least = min(least, int(quota) / int(period))
     return least
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()

@@ -53,6 +53,12 @@ def test_threads_go_at_once_and_come_back_after_a_second_quiet_reading() -> None
     assert machine.run(others=0.1, own=5.0) == 8
 
 
+def test_a_container_with_four_of_many_processors_is_not_crowded_by_the_programs_of_others() -> None:
+    machine = Machine(4, 64.0)
+    assert machine.run(others=30.0, own=4.0) == 4
+    assert machine.run(others=62.0, own=2.0) == 2
+
+
 def test_a_stage_s_own_time_is_nobody_else_s() -> None:
     machine = Machine(4, 4.0)
     for own in (4.0, 0.1, 2.0):
