@@ -112,7 +112,6 @@ class Pump:
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
-        self.stale_reports = 0  # reports of other epochs, dropped
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
         self._homes: dict[StepId, list[int]] = {}  # tokens of steps that one of two stages has told
@@ -191,7 +190,6 @@ class Pump:
             if report.epoch == self._epoch and self._ends_at.get(self._num_slices - 1) == site.index:
                 self.plan_ahead()
         elif report.epoch != self._epoch:
-            self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif isinstance(report, DiskCopied):
             self._copied(site, report)
