@@ -458,11 +458,4 @@ def _sums_within_rows(weighted: Words, prepared: PreparedStep, window: int | Non
 
 def _tell(progress: Callable[[LoadProgress], None], *, num_layers: int, num_bytes: int) -> None:
     for done in range(1, num_layers + 1):
-        progress(
-            LoadProgress(
-                tensors_done=done,
-                tensors_total=num_layers,
-                bytes_done=num_bytes * done // num_layers,
-                bytes_total=num_bytes,
-            )
-        )
+        progress(LoadProgress(bytes_done=num_bytes * done // num_layers, bytes_total=num_bytes))

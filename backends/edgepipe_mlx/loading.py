@@ -90,12 +90,12 @@ def load_shard(
     _check(config, slices, [weight.info for weight in found.values()])
     total = sum(weight.info.num_bytes for weight in found.values())
     loaded: dict[str, Weight] = {}
-    done_bytes, count = 0, len(found)
-    for done, name in enumerate(list(found), start=1):
+    done_bytes = 0
+    for name in list(found):
         weight = found.pop(name)
         loaded[name] = _load(config, weight, types)
         done_bytes += weight.info.num_bytes
-        progress(LoadProgress(tensors_done=done, tensors_total=count, bytes_done=done_bytes, bytes_total=total))
+        progress(LoadProgress(bytes_done=done_bytes, bytes_total=total))
     num_bytes = sum(weight.num_bytes for weight in loaded.values())
     built = [_build_slice(config, part, loaded) for part in slices]
     mx.clear_cache()

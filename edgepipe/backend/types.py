@@ -337,7 +337,5 @@ class StepOutput:
 class LoadProgress:
     """Progress of loading weights, reported once per tensor."""
 
-    tensors_done: int
-    tensors_total: int
     bytes_done: int
     bytes_total: int

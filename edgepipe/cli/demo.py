@@ -187,7 +187,7 @@ class _Demo:
             async with local_cluster(self._plan) as nodes:
                 self._done(f"{count} node processes started")
                 async with connect(nodes[0].data_dir) as admin:
-                    self._show_nodes(await self._join(admin), nodes)
+                    self._show_nodes(await self._join(admin))
                     engine = await self._serve(admin)
                 try:
                     if serve:
@@ -215,7 +215,7 @@ class _Demo:
         self._done("they found each other by mDNS and measured their devices")
         return status
 
-    def _show_nodes(self, status: ClusterStatus, nodes: Sequence[StartedNode]) -> None:
+    def _show_nodes(self, status: ClusterStatus) -> None:
         from edgepipe.units import format_bytes
 
         for member in sorted(status.members, key=lambda member: member.node.name):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
 
-from edgepipe.cluster.standing import MAX_BYTES_PER_SIGNER, MAX_OWNERS, MAX_PER_SIGNER, Rank, Standing, stand
+from edgepipe.cluster.standing import MAX_PER_SIGNER, Rank, Standing, stand
 from edgepipe.cluster.statements import (
     MAX_KEPT,
     MAX_NAME_CHARS,
@@ -32,8 +32,6 @@ from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
 MAX_IDLE_BYTES = 384 << 10  # limit of statements without effect, which may get one when missing statements arrive
-# Bytes of all statements with their signatures: less than 4 MB.
-MAX_STORE_BYTES = MAX_OWNERS * MAX_BYTES_PER_SIGNER + MAX_IDLE_BYTES + (256 << 10)
 _STEM_CHARS = MAX_NAME_CHARS - 5  # room for a number
 _MAX_REFUSALS = 8
 

@@ -239,7 +239,7 @@ class Recovery:
             assert self.error is not None, "a first attempt has failed"
             return self._fail(self.error)
         if attempt.moves and self.running is not None and plan.spec.stages == self.running.spec.stages:
-            return self._move_failed(attempt, now_s)
+            return self._move_failed(now_s)
         until_s = self._charges.pauses.until_s(stage.node_id for stage in plan.spec.stages)
         if not attempt.moves and until_s > now_s:
             return self._pause_before(until_s, now_s)
@@ -324,7 +324,7 @@ class Recovery:
 
     def _attempt_failed(self, attempt: _Attempt, error: EdgepipeError, now_s: float) -> list[Command]:
         if attempt.moves:
-            return self._move_failed(attempt, now_s)
+            return self._move_failed(now_s)
         if self.state is State.STARTING or isinstance(error, StaleEpoch):
             return self._fail(error)
         self._pause(error, now_s)
@@ -369,7 +369,7 @@ class Recovery:
         """Return whether a machine of a proposed placement pauses: the proposal rests on older facts."""
         return self._charges.pauses.until_s(stage.node_id for stage in spec.stages) > now_s
 
-    def _move_failed(self, attempt: _Attempt, now_s: float) -> list[Command]:
+    def _move_failed(self, now_s: float) -> list[Command]:
         """Keep serving at the running placement. Retry leaving a drained node after a growing pause."""
         assert self.running is not None, "an epoch serves while stages move"
         self._attempt, self.state = None, State.SERVING

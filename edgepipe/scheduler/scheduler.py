@@ -324,11 +324,6 @@ class Scheduler:
         """M."""
         return self._bounds.micro_batches
 
-    @property
-    def prompt_steps(self) -> int:
-        """P: the maximum number of steps in flight with prompt tokens."""
-        return self._bounds.prompt_steps
-
     def draft_stats(self) -> DraftStats:
         """Return the current counts of drafts."""
         return self._windows.stats()

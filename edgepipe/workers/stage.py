@@ -154,7 +154,7 @@ async def _load(
     path, loop = Path(load.path), asyncio.get_running_loop()
 
     def compared(done: int, total: int) -> None:
-        counts = LoadProgress(tensors_done=0, tensors_total=0, bytes_done=done, bytes_total=total)
+        counts = LoadProgress(bytes_done=done, bytes_total=total)
         loop.call_soon_threadsafe(tell, counts)
 
     def open_unchanged() -> Weights:

@@ -427,7 +427,6 @@ class TestLife:
         part = cut(LLAMA, [1])[1]
         progress: list[LoadProgress] = []
         backend.load([part], weights, progress.append)
-        assert [item.tensors_done for item in progress] == list(range(1, progress[-1].tensors_total + 1))
         assert [item.bytes_done for item in progress] == sorted(item.bytes_done for item in progress)
         assert progress[-1].bytes_done == progress[-1].bytes_total
         assert weights.bytes_read in (0, sum(info.num_bytes for info in weights.tensors(part)))

@@ -43,7 +43,7 @@ def load_slices(
     Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors.
     """
     sizes = [info.num_bytes for part in slices for info in source.weights(part)]
-    done, done_bytes = 0, 0
+    done_bytes = 0
     loaded: list[SliceWeights] = []
     for part in slices:
         opened = stored_weights(source, part)
@@ -62,12 +62,8 @@ def load_slices(
         try:
             for info in infos:
                 _fill(builder, weights.popleft())
-                done, done_bytes = done + 1, done_bytes + info.num_bytes
-                progress(
-                    LoadProgress(
-                        tensors_done=done, tensors_total=len(sizes), bytes_done=done_bytes, bytes_total=sum(sizes)
-                    )
-                )
+                done_bytes += info.num_bytes
+                progress(LoadProgress(bytes_done=done_bytes, bytes_total=sum(sizes)))
         finally:
             builder.release()
         loaded.append(builder.weights)

@@ -193,10 +193,6 @@ class Store:
         """See ``Database.find``."""
         return self._db.find(batch_id)
 
-    def file_of(self, file_id: str) -> StoredFile | None:
-        """See ``Database.find_file``."""
-        return self._db.find_file(file_id)
-
     def record_for_keeper(self, batch: Batch) -> tuple[bytes, int] | None:
         """Return a batch for its keeper, and its input's size; None once its input is deleted."""
         file = self._db.find_file(batch.input_file)

@@ -42,9 +42,8 @@ def test_a_middle_slice_reads_its_layers_and_nothing_else() -> None:
     assert source.names_read
     assert all(name.startswith("model.layers.1.") for name in source.names_read)
     assert source.bytes_read == 4 * slice_parameters(CONFIG, middle)
-    assert progress[-1].tensors_done == progress[-1].tensors_total == len(source.names_read)
+    assert len(progress) == len(source.names_read)
     assert progress[-1].bytes_done == progress[-1].bytes_total == source.bytes_read
-    assert [each.tensors_done for each in progress] == list(range(1, len(progress) + 1))
 
 
 def test_a_tied_table_is_read_once_and_serves_embedding_and_head() -> None:

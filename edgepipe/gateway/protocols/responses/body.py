@@ -111,7 +111,7 @@ def asked(body: ResponsesBody, earlier: Sequence[InputItem]) -> Asked:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": flat.tools or None,
-        "tool_choice": flat_choice(body.tool_choice, flat),
+        "tool_choice": flat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "service_tier": body.service_tier,
         "user": body.user,

@@ -101,7 +101,7 @@ def _grammar_text(given: object) -> str:
     return f"The input follows this grammar ({_short(syntax)}):\n{definition}"
 
 
-def flat_choice(choice: str | Fields | None, flat: FlatTools) -> str | Fields | None:
+def flat_choice(choice: str | Fields | None) -> str | Fields | None:
     """Convert ``tool_choice`` to the common form. Raises HttpProblem for the choice of a tool that was left out."""
     if choice is None or isinstance(choice, str):
         return choice
