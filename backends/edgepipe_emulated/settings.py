@@ -54,7 +54,6 @@ class EmulationSettings:
     kv: str  # form of the KV, which changes its size and the time to read it; empty: bf16
     draft_acceptance: Acceptance | None  # how often a draft of its draft model is right; None: it has no such model
     draft_s: float  # seconds that a draft takes
-    example: bool  # an example of a setting
     faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
 
@@ -78,7 +77,6 @@ def read_settings(options: BackendOptions) -> EmulationSettings:
         kv=checked_kv(options.kv),
         draft_acceptance=_maybe(settings, "draft_acceptance", Acceptance),
         draft_s=parse_duration_s(settings.get("draft_time", "0s")),
-        example=options.example,
         faults=_maybe(settings, "faults", Path),
     )
 

@@ -61,7 +61,6 @@ class StageSettings:
     kv_disk: str = ""  # disk of each stage for idle KV that leaves ``kv_ram``: bytes; empty: none
     draft_model: str = ""  # name of a second model, which drafts beside the stage with the head; empty: none
     draft_hash: str = ""  # its content, as ``ServeSpec.manifest_hash``
-    example: bool = False  # an example of a setting
 
     def dtype_on(self, own: str) -> str:
         """Return the dtype on a node or device with the dtype ``own``."""

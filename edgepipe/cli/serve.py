@@ -161,7 +161,6 @@ def serve(
     experts_in_ram: ExpertsInRam = "none",
     template_keywords: TemplateKeywords = "",
     activations: Activations = "bf16",
-    example: Annotated[bool, typer.Option("--example", help="Set an example of a setting.")] = False,
     rebalance: Rebalance = "",
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Fetch the model without a question if no machine has it.")
@@ -200,7 +199,6 @@ def serve(
         kv_disk=kv_disk,
         experts_in_ram=experts_in_ram,
         activations=activations,
-        example=example,
         template_keywords=template_keywords,
     )
     options = replace(
@@ -269,7 +267,6 @@ def serve_request(
     kv_disk: str = "off",
     experts_in_ram: str = "none",
     activations: str = "bf16",
-    example: bool = False,
     template_keywords: str = "",
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
@@ -300,7 +297,6 @@ def serve_request(
             kv_disk=checked_kv_disk(kv_disk, kv_ram=ram),
             activation_type=ActivationType(activations),
             context_length=context,
-            example=example,
         ),
         kv_tokens=kv_tokens,
         experts_in_ram=checked_choice(experts_in_ram),

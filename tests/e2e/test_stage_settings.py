@@ -32,7 +32,6 @@ SETTINGS = StageSettings(
     kv_disk="2000000",
     draft_model="other",
     draft_hash="abc",
-    example=True,
 )
 
 

@@ -345,7 +345,6 @@ class StageSettings(_message.Message):
     KV_DISK_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     DRAFT_HASH_FIELD_NUMBER: _builtins.int
-    EXAMPLE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"float32" | "bfloat16" | "auto": as the node is set"""
     kv: _builtins.str
@@ -365,8 +364,6 @@ class StageSettings(_message.Message):
     """name of a model that drafts beside the stage with the head; empty: none"""
     draft_hash: _builtins.str
     """its content"""
-    example: _builtins.bool
-    """an example of a setting"""
     def __init__(
         self,
         *,
@@ -380,11 +377,10 @@ class StageSettings(_message.Message):
         kv_disk: _builtins.str = ...,
         draft_model: _builtins.str = ...,
         draft_hash: _builtins.str = ...,
-        example: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "draft_hash", b"draft_hash", "draft_model", b"draft_model", "dtype", b"dtype", "example", b"example", "kv", b"kv", "kv_disk", b"kv_disk", "kv_ram", b"kv_ram", "most_slots", b"most_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "draft_hash", b"draft_hash", "draft_model", b"draft_model", "dtype", b"dtype", "kv", b"kv", "kv_disk", b"kv_disk", "kv_ram", b"kv_ram", "most_slots", b"most_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
