@@ -143,14 +143,17 @@ def instruction_rows(types: Sequence[str]) -> list[Row]:
     for name in types:
         form = FORMS[name]
         for code in codes_of(nvrtc, form, RTX_4090, disassembler):
-            what = f"{name}, {code.rows} rows"
+            what = f"{name}, {code.rows} rows{' of experts' if code.experts else ''}"
             if code.instructions is not None:
                 met = code.instructions <= MOST_INSTRUCTIONS if (name, code.rows) == ("Q4_K", 8) else None
                 target = "" if met is None else f"<= {MOST_INSTRUCTIONS}"
                 rows.append(Row(f"{what}: a tile", code.instructions, "instructions", target=target, met=met))
             met = code.blocks >= FEWEST_BLOCKS if code.rows == 64 else None
             target = "" if met is None else f">= {FEWEST_BLOCKS}"
-            rows.append(Row(f"{what}: {code.registers} registers", code.blocks, "blocks an SM", target=target, met=met))
+            spilt = f", {code.stack_bytes} bytes spill" if code.stack_bytes else ""
+            rows.append(
+                Row(f"{what}: {code.registers} registers{spilt}", code.blocks, "blocks an SM", target=target, met=met)
+            )
         for card, least in ((RTX_4090, 1.5), (H100, 1.0)):
             ratio = bytes_in_flight(form, card, codes_of(nvrtc, form, card, None)[0].blocks)
             what = f"{name}, one row: bytes in flight on {card.name}"
