@@ -83,7 +83,7 @@ def test_bytes_in_flight() -> None:
     assert bytes_in_flight(FORMS["Q4_0"], RTX_4090, 4) == pytest.approx(4 * 8 * (1024 + 16 * 4 * 2) / needed)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "NF4"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 def test_products_as_compiled(name: str) -> None:
     """Up to 8 rows of x: four blocks of Q4_K share a multiprocessor. 64: two of each form, and nothing spills."""
     disassembler = find_disassembler()

@@ -78,14 +78,14 @@ def test_a_row_does_not_depend_on_others(name: str, host_modules: Modules) -> No
     assert torch.equal(together[0], alone[0])
 
 
-SPLIT = {"row_tiles": 3, "input_tiles": 8, "multiprocessors": 4}  # a product that four blocks share
+MULTIPROCESSORS = 4  # so many blocks share the inputs of three row tiles
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "NF4", "AWQ"])
 def test_blocks_that_share_inputs_round_once(name: str, host_modules: Modules) -> None:
     form = FORMS[name]
-    assert product_plan(form, rows=64, **SPLIT).splits == 4
-    products = Products(host_modules[form], form, multiprocessors=SPLIT["multiprocessors"])
+    assert product_plan(form, 3, 8, 64, MULTIPROCESSORS).splits == 4
+    products = Products(host_modules[form], form, multiprocessors=MULTIPROCESSORS)
     assert worst_error(products, form, CPU, out_features=40, in_features=1024, rows=(33, 64)) <= 1
     assert worst_gated_error(products, form, CPU, features=32, rows=(40,)) <= 1
 
@@ -111,7 +111,7 @@ def test_the_check_at_load_covers_shared_inputs(host_modules: Modules) -> None:
 
 def test_rows_of_the_largest_product_have_the_same_bits_beside_any(host_modules: Modules) -> None:
     form = FORMS["Q4_K"]
-    products = Products(host_modules[form], form, multiprocessors=SPLIT["multiprocessors"])
+    products = Products(host_modules[form], form, multiprocessors=MULTIPROCESSORS)
     tiled = TiledWeight(form, 48, 1024, CPU)
     tiled.fill(0, random_packed(form, 48, 1024, np.random.default_rng(1)))
     x = torch.randn(64, 1024).bfloat16()
@@ -125,7 +125,7 @@ def test_rows_of_the_largest_product_have_the_same_bits_beside_any(host_modules:
 def test_sums_of_shared_inputs_add_up_in_the_order_of_the_inputs(host_modules: Modules) -> None:
     """One block finds 2^26, the next one as much less, the third one a small number, which only this order keeps."""
     form = FORMS["Q8_0"]
-    products = Products(host_modules[form], form, multiprocessors=SPLIT["multiprocessors"])
+    products = Products(host_modules[form], form, multiprocessors=MULTIPROCESSORS)
     weight = random_packed(form, 48, 1024, np.random.default_rng(1))
     weight = replace(weight, scale=replace(weight.scale, base=np.ones_like(weight.scale.base)))
     tiled = TiledWeight(form, 48, 1024, CPU)

@@ -262,7 +262,7 @@ class FullAtFirst(CopyingTransfer):
     def __init__(self) -> None:
         self.is_full = True
 
-    def upload_to(self, array: np.ndarray, target: torch.Tensor) -> None:
+    def upload_to(self, array: np.ndarray, target: Any) -> None:
         """Overwrite the start of ``target``."""
         if self.is_full:
             self.is_full = False
