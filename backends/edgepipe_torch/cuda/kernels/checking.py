@@ -30,7 +30,7 @@ def worst_product_error(products: Products, form: KernelForm, device: torch.devi
     many = few * -(-_SHARED_INPUTS // few)
     return max(
         worst_error(products, form, device),
-        worst_error(products, form, device, in_features=many, rows=(64,)),
+        worst_error(products, form, device, in_features=many, rows=(33, 64)),
         worst_gated_error(products, form, device),
         worst_gated_error(products, form, device, in_features=many, rows=(64,)),
     )
