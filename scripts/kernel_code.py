@@ -216,7 +216,13 @@ def disassembled(cubin: bytes, disassembler: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def bytes_in_flight(form: KernelForm, card: Card, blocks: int) -> float:
+def busy_blocks(form: KernelForm, card: Card, blocks: int) -> float:
+    """Return the blocks of a multiprocessor while one row is multiplied: as many as it holds, if there are as many."""
+    plan = product_plan(form, _OUT // TILE_ROWS, _IN // TILE_INPUTS, 1, card.multiprocessors)
+    return min(blocks, plan.blocks / card.multiprocessors)
+
+
+def bytes_in_flight(form: KernelForm, card: Card, blocks: float) -> float:
     """Return the bytes that a multiprocessor's warps have asked for, over those that the memory needs to be busy."""
     tile = TILE_ROWS * TILE_INPUTS * form.bits / 8 + TILE_ROWS * _scale_bytes(form)
     return blocks * WARPS * tile / (_LATENCY_S * card.bytes_per_s / card.multiprocessors)

@@ -11,7 +11,9 @@ pytest.importorskip("torch")
 from scripts.kernel_code import (
     H100,
     RTX_4090,
+    Card,
     blocks_of,
+    busy_blocks,
     bytes_in_flight,
     codes_of,
     find_disassembler,
@@ -81,6 +83,13 @@ def test_bytes_in_flight() -> None:
     """Eight warps have asked for a tile of 2,048 codes of 4 bits each, with a scale per 32."""
     needed = 0.6e-6 * RTX_4090.bytes_per_s / RTX_4090.multiprocessors
     assert bytes_in_flight(FORMS["Q4_0"], RTX_4090, 4) == pytest.approx(4 * 8 * (1024 + 16 * 4 * 2) / needed)
+
+
+@pytest.mark.parametrize(("card", "least"), [(RTX_4090, 1.5), (H100, 1.0)], ids=["RTX 4090", "H100"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0"])
+def test_one_row_keeps_enough_of_a_weight_under_way(name: str, card: Card, least: float) -> None:
+    """4,096 features give each multiprocessor nearly two blocks, of the four that it holds."""
+    assert bytes_in_flight(FORMS[name], card, busy_blocks(FORMS[name], card, 4)) >= least
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])

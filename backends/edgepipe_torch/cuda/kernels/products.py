@@ -20,8 +20,9 @@ MOST_ROWS = 64  # limit of a product's rows; with more, tensor cores wait less i
 _COLUMN_TILES = (1, 2, 4, 8)  # sizes in tiles of 8 rows of x
 WARPS = THREADS // 32
 _STAGED_BYTES = 24 * 1024  # shared memory for inputs and their sums: four blocks fit a multiprocessor
-# Least share of busy multiprocessors. More row tiles per block make fewer blocks read the inputs.
-_FULL_LOAD = 0.9
+# Fewest blocks of a multiprocessor, on average. More row tiles per block make fewer blocks read the inputs; up to 8 rows
+# are so few bytes that a second block, and with it more of the weight under way, counts more.
+_FULL_LOAD, _FULL_LOAD_OF_FEW = 0.9, 1.8
 _FIXED_CHUNK = 256  # FIXED_CHUNK of common.cuh
 _MOST_SPLITS = 8
 _SUMS_TILES, _LAUNCH_TILES = 1, 3  # time of a block's sums and of one more launch, as that of so many input tiles
@@ -215,7 +216,8 @@ def warps_down(form: KernelForm, row_tiles: int, rows: int, multiprocessors: int
     gated  a block takes gates and their ups
     """
     down = least_warps_down(form, rows, column_tiles=column_tiles_of(rows), gated=gated)
-    while down < WARPS and row_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
+    load = _FULL_LOAD_OF_FEW if rows <= 8 else _FULL_LOAD
+    while down < WARPS and row_tiles / (2 * down) >= load * multiprocessors:
         down *= 2
     return down
 
