@@ -24,7 +24,7 @@ from edgepipe_torch.cuda.kernels.nvrtc import find_nvrtc
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
-from kernel_code import H100, RTX_4090, bytes_in_flight, codes_of, find_disassembler
+from kernel_code import H100, RTX_4090, busy_blocks, bytes_in_flight, codes_of, find_disassembler
 from llama_cpp import llama_cpp
 from packed_quality import kv_rows, products_rows, quality_rows
 from packed_rivals import LLAMA_CONTEXT, busy_rows, crowded_rows, rates_of, thread_rows, type_rows, wide_rows
@@ -143,16 +143,20 @@ def instruction_rows(types: Sequence[str]) -> list[Row]:
     for name in types:
         form = FORMS[name]
         for code in codes_of(nvrtc, form, RTX_4090, disassembler):
-            what = f"{name}, {code.rows} rows"
+            what = f"{name}, {code.rows} rows{' of experts' if code.experts else ''}"
             if code.instructions is not None:
                 met = code.instructions <= MOST_INSTRUCTIONS if (name, code.rows) == ("Q4_K", 8) else None
                 target = "" if met is None else f"<= {MOST_INSTRUCTIONS}"
                 rows.append(Row(f"{what}: a tile", code.instructions, "instructions", target=target, met=met))
             met = code.blocks >= FEWEST_BLOCKS if code.rows == 64 else None
             target = "" if met is None else f">= {FEWEST_BLOCKS}"
-            rows.append(Row(f"{what}: {code.registers} registers", code.blocks, "blocks an SM", target=target, met=met))
+            spilt = f", {code.stack_bytes} bytes spill" if code.stack_bytes else ""
+            rows.append(
+                Row(f"{what}: {code.registers} registers{spilt}", code.blocks, "blocks an SM", target=target, met=met)
+            )
         for card, least in ((RTX_4090, 1.5), (H100, 1.0)):
-            ratio = bytes_in_flight(form, card, codes_of(nvrtc, form, card, None)[0].blocks)
+            blocks = codes_of(nvrtc, form, card, None)[0].blocks
+            ratio = bytes_in_flight(form, card, busy_blocks(form, card, blocks))
             what = f"{name}, one row: bytes in flight on {card.name}"
             rows.append(Row(what, ratio, "x latency x rate", target=f">= {least}", met=ratio >= least))
     return rows

@@ -121,6 +121,18 @@ choose_source() {
   esac
 }
 
+# Ends where MLX has no packages: on Macs without Apple silicon, and before macOS 14.
+check_mlx() {
+  [ "$system" = Darwin ] || return 0
+  version=$(sw_vers -productVersion 2>/dev/null || true)
+  if [ "$(uname -m)" != arm64 ]; then
+    die "MLX needs a Mac with Apple silicon" "this Mac has $(uname -m)" "install.sh --extra torch"
+  fi
+  case $version in
+    1[1-3] | 1[1-3].*) die "MLX needs macOS 14 or later" "this Mac has macOS $version" "install.sh --extra torch, or update macOS" ;;
+  esac
+}
+
 # Says what will be fetched, before anything is.
 say_sizes() {
   say "edgepipe comes from $from_text. Sizes of what is fetched, if it is not on this machine:"
@@ -142,6 +154,7 @@ say_sizes() {
 }
 
 install() {
+  [ "$extra" != mlx ] || check_mlx
   choose_source
   say_sizes
   [ "$dry_run" = no ] || say "would run:"

@@ -17,16 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe_torch.cuda.kernels.driver import THREADS
-from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm, kernel_source, options
+from edgepipe_torch.cuda.kernels.forms import (
+    EXPERT_MACROS,
+    TILE_INPUTS,
+    TILE_ROWS,
+    KernelForm,
+    expert_files,
+    kernel_source,
+    options,
+)
 from edgepipe_torch.cuda.kernels.nvrtc import Nvrtc
-from edgepipe_torch.cuda.kernels.products import WARPS, column_tiles_of, partial_bytes, staged_bytes, staged_inputs
-from edgepipe_torch.cuda.kernels.products import warps_down as warps_down_of
+from edgepipe_torch.cuda.kernels.products import MOST_ROWS, WARPS, column_tiles_of, product_plan
 
 _OUT, _IN = 4096, 4096  # features of the product whose shared memory counts
 _LATENCY_S = 0.6e-6  # latency of a read from memory
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;/]+);")
 _LABEL = re.compile(r"^\s*(?P<label>\.L_x_\d+):")
 _REGCOUNT = 0x2F  # EIATTR_REGCOUNT of .nv.info
+_FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +69,21 @@ def registers_of(cubin: bytes) -> dict[str, int]:
         for name, info, _ in sections
         if name.startswith(".text.") and info >> 24
     }
-    symbols = _symbols(sections)
+    return found | _by_function(sections, _REGCOUNT)
+
+
+def stack_bytes_of(cubin: bytes) -> dict[str, int]:
+    """Return the memory of a thread's stack of each kernel in a cubin: more than 0 where registers spill."""
+    return _by_function(list(_sections(cubin)), _FRAME_SIZE)
+
+
+def _by_function(sections: list[tuple[str, int, bytes]], attribute: int) -> dict[str, int]:
+    """Return an attribute of ``.nv.info`` by the name of its function."""
+    symbols, found = _symbols(sections), dict[str, int]()
     for name, _, data in sections:
         if name == ".nv.info":
             for code, value in _attributes(data):
-                if code == _REGCOUNT and len(value) == 8:
+                if code == attribute and len(value) == 8:
                     symbol, count = struct.unpack("<II", value)
                     found[symbols[symbol]] = count
     return found
@@ -137,7 +155,9 @@ class FormCode:
     """A form's products of up to some rows."""
 
     rows: int
+    experts: bool  # whether of a mixture's experts
     registers: int
+    stack_bytes: int  # of a thread; 0: nothing spills
     blocks: int  # blocks that a multiprocessor holds
     instructions: float | None  # for a tile and a warp; None: not disassembled
 
@@ -148,28 +168,29 @@ def blocks_of(card: Card, registers: int, shared_bytes: int) -> int:
     return min(by_registers, card.threads // THREADS, card.shared_bytes // (shared_bytes + 1024))
 
 
-def shared_bytes_of(form: KernelForm, rows: int, card: Card) -> int:
-    """Return the shared memory of a block."""
-    tiles = column_tiles_of(rows)
-    down = warps_down_of(form, _OUT // TILE_ROWS, rows, card.multiprocessors)
-    chunk = staged_inputs(form, _IN // TILE_INPUTS, rows, down, column_tiles=tiles)
-    return max(staged_bytes(form, rows, chunk, column_tiles=tiles), partial_bytes(tiles))
-
-
 def codes_of(nvrtc: Nvrtc, form: KernelForm, card: Card, disassembler: Path | None) -> list[FormCode]:
-    """Compile a form's products and describe their code."""
-    cubin = nvrtc.compile(kernel_source(), architecture=card.architecture, options=options(form.macros))
-    registers, text = registers_of(cubin), "" if disassembler is None else disassembled(cubin, disassembler)
+    """Compile a form's products and describe their code: by size, then the largest one of experts."""
+    dense = nvrtc.compile(kernel_source(), architecture=card.architecture, options=options(form.macros))
+    experts = nvrtc.compile(
+        kernel_source(expert_files(form)),
+        architecture=card.architecture,
+        options=options(form.macros | EXPERT_MACROS),
+    )
     terms = 2 if "LEVELS_REST" in form.macros else 1
     found: list[FormCode] = []
-    for rows in (8, 16, 32, 64):
+    for cubin, rows in [*((dense, rows) for rows in (8, 16, 32, MOST_ROWS)), (experts, MOST_ROWS)]:
         tiles = column_tiles_of(rows)
-        name = f"affine_mm_{tiles}"
+        name = f"affine_mm_{tiles}" if cubin is dense else f"expert_mm_{tiles}"
+        registers = registers_of(cubin)[name]
+        plan = product_plan(form, _OUT // TILE_ROWS, _IN // TILE_INPUTS, rows, card.multiprocessors)
+        text = "" if disassembler is None else disassembled(cubin, disassembler)
         found.append(
             FormCode(
                 rows=rows,
-                registers=registers[name],
-                blocks=blocks_of(card, registers[name], shared_bytes_of(form, rows, card)),
+                experts=cubin is experts,
+                registers=registers,
+                stack_bytes=stack_bytes_of(cubin)[name],
+                blocks=blocks_of(card, registers, plan.shared_bytes),
                 instructions=tile_instructions(text, name, 8 * tiles * terms) if text else None,
             )
         )
@@ -195,7 +216,13 @@ def disassembled(cubin: bytes, disassembler: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def bytes_in_flight(form: KernelForm, card: Card, blocks: int) -> float:
+def busy_blocks(form: KernelForm, card: Card, blocks: int) -> float:
+    """Return the blocks of a multiprocessor while one row is multiplied: as many as it holds, if there are as many."""
+    plan = product_plan(form, _OUT // TILE_ROWS, _IN // TILE_INPUTS, 1, card.multiprocessors)
+    return min(blocks, plan.blocks / card.multiprocessors)
+
+
+def bytes_in_flight(form: KernelForm, card: Card, blocks: float) -> float:
     """Return the bytes that a multiprocessor's warps have asked for, over those that the memory needs to be busy."""
     tile = TILE_ROWS * TILE_INPUTS * form.bits / 8 + TILE_ROWS * _scale_bytes(form)
     return blocks * WARPS * tile / (_LATENCY_S * card.bytes_per_s / card.multiprocessors)

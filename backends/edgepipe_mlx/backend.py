@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ from edgepipe_mlx.device import (
     measure,
     score_bytes,
     stores_scores,
+    unwired_memory,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kernel_errors import packed_errors
@@ -189,7 +191,9 @@ class MlxBackend:
     def slow_paths(self, block_size: int) -> Sequence[SlowPath]:
         """Return what the loaded weights lack. See ``ExplainingBackend``."""
         shard = self._loaded()
-        return (*self._slow_paths, *self._own.slow_attention(shard.config, _layers(shard), block_size))
+        unwired = unwired_memory(on_gpu=not is_cpu(self._device), macos=platform.mac_ver()[0])
+        found = self._slow_paths if unwired is None else (unwired, *self._slow_paths)
+        return (*found, *self._own.slow_attention(shard.config, _layers(shard), block_size))
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""

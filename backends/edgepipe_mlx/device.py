@@ -9,7 +9,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from edgepipe.backend.machine_memory import machine_memory
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DeviceProfile, SlowPath
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 from edgepipe.plain_words import plain
 from edgepipe.spec.layer_spec import Attention
@@ -103,6 +103,21 @@ def configure(device: mx.Device) -> None:
         # A C++ compiler builds fused CPU kernels at run time in a folder under /tmp that any user may have created.
         # They bring no gain in this backend.
         mx.disable_compile()
+
+
+def unwired_memory(*, on_gpu: bool, macos: str) -> SlowPath | None:
+    """Return what an older macOS lacks; None: it keeps memory for the GPU, or is not known.
+
+    macos  version, such as 14.5; empty on other systems
+    """
+    if not on_gpu or macos.partition(".")[0] != "14":  # MLX needs 14
+        return None
+    return SlowPath(
+        what="macOS may take an idle model's memory away, and the first answer after a pause waits for it",
+        cost="no Mac has measured it",
+        reason=f"this is macOS {macos}, and MLX keeps memory for the GPU from macOS 15 on",
+        remedy="update macOS",
+    )
 
 
 def _cache_bytes(device: mx.Device) -> int:

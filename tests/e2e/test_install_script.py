@@ -84,6 +84,28 @@ def test_under_wsl2_it_names_mirrored_networking(machine: BareMachine, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("macos", "processor", "arguments", "words"),
+    [
+        ("13.7.1", "arm64", (), "this Mac has macOS 13.7.1\n   try: install.sh --extra torch, or update macOS"),
+        ("14.5", "x86_64", (), "MLX needs a Mac with Apple silicon\n       this Mac has x86_64"),
+        ("14.0", "arm64", (), ""),
+        ("26.2", "arm64", (), ""),
+        ("13.7.1", "x86_64", ("--extra", "torch"), ""),
+    ],
+)
+def test_a_mac_that_mlx_has_no_packages_for_is_told_so(
+    machine: BareMachine, tmp_path: Path, macos: str, processor: str, arguments: tuple[str, ...], words: str
+) -> None:
+    for tool, text in (("uname", f'[ "$1" = -m ] && echo {processor} || echo Darwin'), ("sw_vers", f"echo {macos}")):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / tool).chmod(0o755)
+        machine.replace(tool, tmp_path / tool)
+    done = machine.install("--dry-run", *arguments)
+    assert done.returncode == (2 if words else 0), done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--from", "missing.whl"), "there is no file missing.whl"),

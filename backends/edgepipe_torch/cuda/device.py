@@ -221,6 +221,7 @@ class CudaSteps(SliceSteps):
         self.graphs: DecodeGraphs | None = None
         if paging is not None and self._kernels is not None and self._kernels.whole and not allocated.weights.waits:
             self.graphs = _new_graphs(allocated, paging, self._kernels, dtype)
+            self.graphs.record_common(paging.recorded_ahead)
         self.counted_rows = None if self.graphs is None else ROWS
 
     def attention(self, prepared: PreparedStep) -> StepAttention:

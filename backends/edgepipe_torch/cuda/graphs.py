@@ -1,11 +1,11 @@
 """CUDA graphs of decode steps, windows of drafts included: one launch instead of a few hundred.
 
 Decoding takes about fifteen kernels per layer, and launching them from Python takes longer than running them unless the
-layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, at the second step
-of that size. Each token of a window is a row of its own, with its sequence's table. Surplus rows write to a spare block
-and a spare slot of states, which no sequence has. In slices with experts they compute what the first row computes, and
-so choose its experts: others would have to be read. One memory pool serves all graphs, and a step's inputs arrive as
-one copy in buffers with fixed addresses.
+layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up: common sizes when
+the slice's pools are allocated, others at the second step of that size. Each token of a window is a row of its own,
+with its sequence's table. Surplus rows write to a spare block and a spare slot of states, which no sequence has. In
+slices with experts they compute what the first row computes, and so choose its experts: others would have to be read.
+One memory pool serves all graphs, and a step's inputs arrive as one copy in buffers with fixed addresses.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows of graphs. With more rows, computing takes longer than launching."""
 _WIDTHS = (4, 16, 64, 256, 1024)  # pages per sequence
+_RUNS_TO_RECORD = 2
 
 Finish = Callable[[Tensor], Tensor]
 """Converts the slice's last hidden state [B, H] to its output: logits [B, V], or activations in the link's type."""
@@ -101,15 +102,38 @@ class DecodeGraphs:
         layout = prepared.layout
         rows = next(size for size in ROWS if size >= layout.num_tokens)
         pages = next(size for size in _WIDTHS if size >= max(len(table_of(row)) for row in layout.rows))
-        graph = self._known.get((rows, pages))
-        if graph is None:
-            types = self._dtype, self._travels
-            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, *types)
-            graph = self._known[rows, pages] = _StepGraph(fields)
+        graph = self._graph(rows, pages)
         graph.fields.fill(prepared, inputs, self._transfer)
         graph.run(self._compute, self._recorder)
         count, finals = layout.num_tokens, graph.fields.finals
         return Replayed(graph.result[:count], None if finals is None else finals[:count])
+
+    def record_common(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Record graphs for numbers of rows and pages, so that no step waits for that, nor for kernels that load.
+
+        Steps of surplus rows alone run for it. Lack of memory ends it; steps of these sizes try again.
+        """
+        with torch.inference_mode():
+            for rows, pages in sizes:
+                try:
+                    graph = self._graph(rows, pages)
+                    self._transfer.begin()
+                    graph.fields.fill_with_surplus(self._transfer)
+                    for _ in range(_RUNS_TO_RECORD):
+                        graph.run(self._compute, self._recorder)
+                    self._transfer.download(graph.result).wait()  # before the pinned inputs are filled again
+                except torch.OutOfMemoryError as exc:
+                    self._known.pop((rows, pages), None)
+                    logger.warning("CUDA graphs are not recorded ahead from %d rows on: %s", rows, exc)
+                    return
+
+    def _graph(self, rows: int, pages: int) -> _StepGraph:
+        found = self._known.get((rows, pages))
+        if found is None:
+            types = self._dtype, self._travels
+            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, *types)
+            found = self._known[rows, pages] = _StepGraph(fields)
+        return found
 
     def _compute(self, fields: _Fields) -> Tensor:
         if fields.ids is not None:
@@ -138,7 +162,7 @@ class _StepGraph:
     def run(self, compute: Callable[[_Fields], Tensor], recorder: GraphRecorder) -> None:
         """Compute ``result``."""
         self._runs += 1
-        if self._runs == 2:  # the first run has loaded every kernel
+        if self._runs == _RUNS_TO_RECORD:  # the first run has loaded every kernel
             self._record(compute, recorder)
         if self._recorded is not None:
             self._recorded.replay()
@@ -238,22 +262,20 @@ class _Fields:
         for own, turns in zip(self._rotations, prepared.rotations, strict=True):
             own[:count, 0] = turns
             own[count:] = own[0]
-        for number, (spare, held) in enumerate(zip(self._spares, (layout, *layout.windows), strict=True)):
+        self._set_surplus(count)
+        for number, held in enumerate((layout, *layout.windows)):
             slots, (lengths, key_starts, tables) = self._slots[number], self._held[3 * number : 3 * number + 3]
-            tables[count:], slots[count:] = spare
-            slots[:count], lengths[count:] = held.slots, 1
+            slots[:count] = held.slots
             for index, (length, row) in enumerate(_singles(held.rows)):
                 lengths[index], blocks = length, table_of(row)
                 tables[index, : len(blocks)] = blocks
             if self._rests:
-                self._rests[number][count:] = spare[1] + self._spare_rest
                 places = [row.rests.slots[-row.num_tokens :] for row in held.rows if row.rests is not None]
                 self._rests[number][:count] = np.concatenate(places)
             if self._repeats:
                 lengths[count:], tables[count:] = lengths[0], tables[0]
             np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])
         if (states := self._states) is not None:
-            self._state_slots[:, count:] = [[states.zeros], [states.spare]]
             for index, row in enumerate(layout.rows):
                 assert row.state is not None
                 self._state_slots[:, index] = single_slots(row.state, states.zeros)
@@ -264,6 +286,23 @@ class _Fields:
             surplus = len(self.arrived) - count if self._repeats else 0
             transfer.upload_to(np.concatenate([inputs, *[inputs[:1]] * surplus]) if surplus else inputs, self.arrived)
         transfer.upload_to(self._host, self._device)
+
+    def fill_with_surplus(self, transfer: GraphTransfer) -> None:
+        """Send the inputs of a step without rows of its own."""
+        self._set_surplus(0)
+        for key_starts in self._held[1::3]:
+            key_starts[:] = np.arange(self.rows + 1)
+        transfer.upload_to(self._host, self._device)
+
+    def _set_surplus(self, first: int) -> None:
+        """Let rows from ``first`` on read and write the spare block and slot."""
+        for number, (block, slot) in enumerate(self._spares):
+            lengths, _, tables = self._held[3 * number : 3 * number + 3]
+            lengths[first:], tables[first:], self._slots[number][first:] = 1, block, slot
+            if self._rests:
+                self._rests[number][first:] = slot + self._spare_rest
+        if (states := self._states) is not None:
+            self._state_slots[:, first:] = [[states.zeros], [states.spare]]
 
 
 def _every_row(slots: Tensor, states: StatePool) -> StepStates:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -40,6 +40,7 @@ _GAINS = {
 _NFT_S = 2.0
 _NFT_FILE = Path("/etc/nftables.conf")
 _NFT_AT_BOOT = Path("/etc/systemd/system/sysinit.target.wants/nftables.service")
+_MACOS_WITHOUT_MLX = ("11", "12", "13")  # MLX's packages need macOS 14
 _KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # x86 instructions that ``edgepipe_torch.cpu.kernels`` needs
 
 
@@ -64,25 +65,40 @@ def machine_findings(config: Config) -> Iterator[Finding]:
 
 def backend_finding() -> Finding:
     """Check whether a backend is installed that can run a model."""
-    mac = platform.system() == "Darwin" and platform.machine() == "arm64"
-    gpu = shutil.which("nvidia-smi") is not None
-    have = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
+    return backend_state(
+        [name for name in ("torch", "mlx") if importlib.util.find_spec(name)],
+        macos=platform.mac_ver()[0] if platform.machine() == "arm64" else "",
+        has_gpu=shutil.which("nvidia-smi") is not None,
+    )
+
+
+def backend_state(have: Sequence[str], *, macos: str, has_gpu: bool) -> Finding:
+    """Judge the installed backends.
+
+    macos    version on a Mac with Apple silicon; empty: another machine
+    has_gpu  an NVIDIA driver is installed
+    """
+    too_old = macos.partition(".")[0] in _MACOS_WITHOUT_MLX
     if not have:
-        extra = "mlx" if mac else "torch"
+        extra = "mlx" if macos and not too_old else "torch"
         return warning(
             id="machine.backend",
             what="this machine can chat and show status, but cannot run a model yet",
             fact="neither torch nor mlx is installed",
             remedy=f"edgepipe update --extra {extra}",
         )
-    if mac and "mlx" not in have:
+    if macos and "mlx" not in have:
+        add = "edgepipe update --extra mlx"
         return warning(
             id="machine.backend",
             what="this Mac computes with torch only, several times slower than with MLX",
-            remedy="edgepipe update --extra mlx",
+            fact=f"MLX needs macOS 14 or later; this is macOS {macos}" if too_old else "",
+            remedy=f"update macOS, then: {add}" if too_old else add,
         )
     return ok(
-        id="machine.backend", what=f"backends: {', '.join(have)}", fact="an NVIDIA driver is installed" if gpu else ""
+        id="machine.backend",
+        what=f"backends: {', '.join(have)}",
+        fact="an NVIDIA driver is installed" if has_gpu else "",
     )
 
 

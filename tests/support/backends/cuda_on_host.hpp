@@ -159,6 +159,7 @@ inline uint32_t to_bf16(double exact) {
 #define __device__
 #define KERNEL(name) inline void name
 #define KERNEL_OF_FOUR(name) inline void name
+#define KERNEL_OF_TWO(name) inline void name
 #define DEVICE inline
 #define SHARED_MEMORY(name) unsigned char *name = host::shared.data()
 

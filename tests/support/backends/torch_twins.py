@@ -51,6 +51,7 @@ class Twins:
         step_kernels: StepKernels | None = None,
         has_varlen: bool = True,
         kv: str = "",
+        recorded_ahead: Sequence[tuple[int, int]] = (),
     ) -> None:
         """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices.
 
@@ -58,6 +59,7 @@ class Twins:
         step_kernels  of recurrent layers, where graphs are
         has_varlen    torch has a kernel over pages
         kv            form of the KV; empty: float32
+        recorded_ahead  see ``Paging``
         """
         self.config = config
         self.state_slots = 24 if config.state_bytes() else 0
@@ -72,6 +74,7 @@ class Twins:
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1, kv=kv)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
+        paging = replace(paging, recorded_ahead=recorded_ahead)
         paging = paging if has_varlen else replace(paging, attend=None)
         self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels, kv=kv))
         self.plain = TorchBackend(options)

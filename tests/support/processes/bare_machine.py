@@ -43,6 +43,11 @@ class BareMachine:
         """Put a tool of this system on the machine. ``program``: what runs under that name instead."""
         (self._tools / tool).symlink_to(shutil.which(program or tool) or tool)
 
+    def replace(self, tool: str, program: Path) -> None:
+        """Let a program run in place of a tool of the system."""
+        (self._tools / tool).unlink(missing_ok=True)
+        (self._tools / tool).symlink_to(program)
+
     def enter(self, *prefix: str) -> None:
         """Run all further commands behind ``prefix``, such as in the namespaces of a service manager."""
         self._within = prefix

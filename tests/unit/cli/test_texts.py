@@ -11,7 +11,7 @@ import pytest
 
 from edgepipe.cli import inviting, node_start
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, clock_finding, firewall_remedy, network_findings
-from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
+from edgepipe.cli.doctor.machine_findings import backend_finding, backend_state, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.views.report_view import TERMS
 from edgepipe.cli.views.status_view import layout_text
@@ -146,6 +146,23 @@ def test_a_machine_without_a_network_or_a_backend_is_told_plainly(monkeypatch: p
 
     monkeypatch.setattr(importlib.util, "find_spec", nothing)
     assert backend_finding().what == "this machine can chat and show status, but cannot run a model yet"
+
+
+@pytest.mark.parametrize(
+    ("have", "macos", "fact", "remedy"),
+    [
+        (["torch"], "13.6.9", "MLX needs macOS 14 or later; this is macOS 13.6.9", "update macOS, then: "),
+        (["torch"], "14.5", "", "edgepipe update --extra mlx"),
+        ([], "13.6.9", "neither torch nor mlx is installed", "edgepipe update --extra torch"),
+        ([], "14.0", "neither torch nor mlx is installed", "edgepipe update --extra mlx"),
+        (["mlx"], "14.0", "", ""),
+    ],
+)
+def test_a_mac_is_advised_what_its_macos_can_have(have: list[str], macos: str, fact: str, remedy: str) -> None:
+    found = backend_state(have, macos=macos, has_gpu=False)
+    assert found.fact == fact
+    assert found.remedy.startswith(remedy)
+    assert bool(found.remedy) == bool(remedy)
 
 
 def test_a_new_owner_is_introduced_by_what_it_may_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 import mlx.core as mx
 from edgepipe_mlx import MlxBackend
-from edgepipe_mlx.device import configure
+from edgepipe_mlx.device import configure, unwired_memory
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import ActivationType, BackendOptions, Step
@@ -35,6 +35,27 @@ def test_the_entry_point_makes_it() -> None:
 def test_unknown_devices_and_types_are_refused(options: BackendOptions) -> None:
     with pytest.raises(ConfigInvalid):
         MlxBackend(options)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "macos", "told"),
+    [
+        (True, "14.7.1", True),
+        (True, "14", True),
+        (True, "15.0", False),
+        (True, "26.2", False),
+        (True, "10.16", False),
+        (True, "", False),
+        (False, "14.7.1", False),
+    ],
+)
+def test_a_mac_on_macos_14_says_what_it_lacks(on_gpu: bool, macos: str, told: bool) -> None:
+    """10.16 is what programs for old systems see."""
+    found = unwired_memory(on_gpu=on_gpu, macos=macos)
+    assert (found is not None) == told
+    if found is not None:
+        assert found.reason == f"this is macOS {macos}, and MLX keeps memory for the GPU from macOS 15 on"
+        assert found.remedy == "update macOS"
 
 
 @pytest.mark.skipif(mx.is_available(mx.Device(mx.gpu)), reason="MLX has a GPU here")

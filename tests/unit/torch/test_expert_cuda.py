@@ -31,7 +31,7 @@ from edgepipe_torch.cuda.kernels.forms import (  # noqa: E402
     kernel_source,
     options,
 )
-from edgepipe_torch.cuda.kernels.products import staged_bytes, staged_unit  # noqa: E402
+from edgepipe_torch.cuda.kernels.products import staged_bytes, staged_inputs, staged_unit  # noqa: E402
 from edgepipe_torch.cuda.kernels.routing_checking import worst_routing_error  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.routing import add_gated, choose  # noqa: E402
@@ -361,8 +361,10 @@ def test_launches_fit_shared_memory(
     )
     down = expert_warps_down(FORMS[name], tiles, runs, gated=gated, multiprocessors=multiprocessors)
     assert down in ((2, 4, 8) if gated else (1, 2, 4, 8))
-    unit = staged_bytes(FORMS[name], min(8 * columns, rows), staged_unit(down), column_tiles=columns)
-    assert unit <= SHARED_BYTES
+    pairs = min(8 * columns, rows)
+    chunk = staged_inputs(FORMS[name], 100, pairs, down, column_tiles=columns)
+    assert chunk % staged_unit(down) == 0
+    assert staged_bytes(FORMS[name], pairs, chunk, column_tiles=columns) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])

@@ -11,11 +11,14 @@ pytest.importorskip("torch")
 from scripts.kernel_code import (
     H100,
     RTX_4090,
+    Card,
     blocks_of,
+    busy_blocks,
     bytes_in_flight,
     codes_of,
     find_disassembler,
     registers_of,
+    stack_bytes_of,
     tile_instructions,
 )
 from tests.support.backends.kernel_forms import FORMS
@@ -46,9 +49,10 @@ def test_registers_are_read_from_either_place() -> None:
     named = [("", 3, 0, b""), (".text.first", 1, 61 << 24, b""), (".text.second", 1, 0, b"")]
     names = b"\0first\0second\0"
     symbols = b"".join(struct.pack("<I20x", start) for start in (0, 1, 7))
-    info = struct.pack("<BBHBBHII", 3, 0x36, 5, 4, 0x2F, 8, 2, 143)
+    info = struct.pack("<BBHBBHIIBBHII", 3, 0x36, 5, 4, 0x2F, 8, 2, 143, 4, 0x11, 8, 2, 16)
     named += [(".symtab", 2, 0, symbols), (".strtab", 3, 0, names), (".nv.info", 1, 0, info)]
     assert registers_of(elf(named)) == {"first": 61, "second": 143}
+    assert stack_bytes_of(elf(named)) == {"second": 16}
 
 
 def elf(sections: list[tuple[str, int, int, bytes]]) -> bytes:
@@ -81,12 +85,29 @@ def test_bytes_in_flight() -> None:
     assert bytes_in_flight(FORMS["Q4_0"], RTX_4090, 4) == pytest.approx(4 * 8 * (1024 + 16 * 4 * 2) / needed)
 
 
-def test_products_of_q4_k_as_compiled() -> None:
-    """Up to 8 rows of x: four blocks share a multiprocessor."""
+@pytest.mark.parametrize(("card", "least"), [(RTX_4090, 1.5), (H100, 1.0)], ids=["RTX 4090", "H100"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0"])
+def test_one_row_keeps_enough_of_a_weight_under_way(name: str, card: Card, least: float) -> None:
+    """4,096 features give each multiprocessor nearly two blocks, of the four that it holds."""
+    assert bytes_in_flight(FORMS[name], card, busy_blocks(FORMS[name], card, 4)) >= least
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_products_as_compiled(name: str) -> None:
+    """Up to 8 rows of x: four blocks of Q4_K share a multiprocessor. 64: two of each form, and nothing spills."""
     disassembler = find_disassembler()
-    found = codes_of(nvrtc_for(89), FORMS["Q4_K"], RTX_4090, disassembler)
-    assert [each.rows for each in found] == [8, 16, 32, 64]
-    assert found[0].blocks == 4
-    if disassembler is not None:
-        assert found[0].instructions is not None
-        assert found[0].instructions <= 295
+    found = codes_of(nvrtc_for(89), FORMS[name], RTX_4090, disassembler)
+    assert [(each.rows, each.experts) for each in found] == [
+        (8, False),
+        (16, False),
+        (32, False),
+        (64, False),
+        (64, True),
+    ]
+    assert all(each.blocks >= 2 for each in found)
+    assert not any(each.stack_bytes for each in found)
+    if name == "Q4_K":
+        assert found[0].blocks == 4
+        if disassembler is not None:
+            assert found[0].instructions is not None
+            assert found[0].instructions <= 295

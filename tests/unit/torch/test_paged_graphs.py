@@ -29,7 +29,7 @@ from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
 from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
-from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CopyingTransfer, CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.backends.torch_twins import TINY, UNGROUPED, WINDOW, Crowd, Twins  # noqa: E402
 
 RANKS = Latent(query_rank=8, kv_rank=24, nope_dim=16, rope_dim=8, value_dim=16)
@@ -254,6 +254,51 @@ def middle_slice(new_recorder: Callable[[], Any] | None) -> TorchBackend:
     backend.load([part], TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=16, block_size=4)
     return backend
+
+
+class FullAtFirst(CopyingTransfer):
+    """A device whose memory is full at the first upload."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+
+    def upload_to(self, array: np.ndarray, target: Any) -> None:
+        """Overwrite the start of ``target``."""
+        if self.is_full:
+            self.is_full = False
+            raise torch.OutOfMemoryError("no memory for a graph")
+        super().upload_to(array, target)
+
+
+class TestRecordedAhead:
+    @pytest.mark.parametrize("config", [TINY, WINDOW], ids=["plain", "windows"])
+    @pytest.mark.parametrize("cuts", [[], [1]], ids=["a slice", "two slices"])
+    def test_steps_of_common_sizes_wait_for_no_recording(self, config: ModelConfig, cuts: list[int]) -> None:
+        twins = Twins(config, cuts=cuts, recorded_ahead=((1, 4), (4, 4)))
+        assert [graph.num_replays for graph in twins.graphs] == [1, 1] * (len(cuts) + 1)
+        decoded(twins, [1, 3, 4, 1, 4])
+        assert [graph.num_replays for graph in twins.graphs] == [3, 4] * (len(cuts) + 1)
+
+    def test_other_sizes_are_recorded_at_their_second_step(self) -> None:
+        twins = Twins(recorded_ahead=((1, 4),))
+        decoded(twins, [1, 4, 4])
+        assert [graph.result.shape[0] for graph in twins.graphs] == [1, 4]
+
+    def test_without_memory_a_load_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
+        recorder = CpuRecorder()
+        paging = cpu_paging(page_tokens=4, new_recorder=lambda: recorder)
+        paging = replace(paging, transfer=FullAtFirst(), recorded_ahead=((1, 4), (2, 4)))
+        backend = TorchBackend(
+            BackendOptions(device="cpu", dtype="float32", threads=1), device=CudaOnHost(paging=paging)
+        )
+        backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(TINY), lambda _progress: None)
+        with caplog.at_level(logging.WARNING):
+            backend.allocate_kv(num_blocks=8, block_size=4)
+        assert "not recorded ahead" in caplog.text
+        assert not recorder.graphs
+        for position in range(3):
+            run_step(backend, make_step(singles(1, position)), token_ids([1]))
+        assert len(recorder.graphs) == 1
 
 
 class TestStaleness:

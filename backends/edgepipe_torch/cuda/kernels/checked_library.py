@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from edgepipe.errors import EdgepipeError, StageError
-from edgepipe_torch.cuda.kernels.checking import worst_error, worst_expert_error, worst_gated_error
+from edgepipe_torch.cuda.kernels.checking import worst_expert_error, worst_product_error
 from edgepipe_torch.cuda.kernels.driver import Module
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, RoutingKernels
 from edgepipe_torch.cuda.kernels.forms import (
@@ -104,9 +104,7 @@ class CheckedLibrary:
             form.macros,
             FUNCTIONS,
             lambda module: Products(module, form, multiprocessors=self._multiprocessors),
-            lambda products: max(
-                worst_error(products, form, self._device), worst_gated_error(products, form, self._device)
-            ),
+            lambda products: worst_product_error(products, form, self._device),
         )
 
     def _load_experts(self, form: KernelForm) -> ExpertKernels:

@@ -16,8 +16,24 @@ from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, WIDE_FORM, FloatKind,
 from edgepipe_torch.cuda.kernels.products import Products, WeightStruct, weight_struct, wide_struct
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 
+_SHARED_INPUTS = 2048  # several blocks share as many inputs of a few row tiles
 _BF16_ROUNDING = 2.0**-8  # rounding of a value, and a little of its sum
 _FLOAT32_SUMS = 2.0**-18  # tolerance relative to the sum of all products' sizes
+
+
+def worst_product_error(products: Products, form: KernelForm, device: torch.device) -> float:
+    """Return the largest error of all that a form's products do, on small weights; see worst_error.
+
+    That includes blocks that share the inputs of 64 rows, which takes more inputs than a group or span.
+    """
+    few = _in_features(form)
+    many = few * -(-_SHARED_INPUTS // few)
+    return max(
+        worst_error(products, form, device),
+        worst_error(products, form, device, in_features=many, rows=(33, 64)),
+        worst_gated_error(products, form, device),
+        worst_gated_error(products, form, device, in_features=many, rows=(64,)),
+    )
 
 
 def worst_error(
@@ -54,14 +70,20 @@ def worst_error(
 
 
 def worst_gated_error(
-    products: Products, form: KernelForm, device: torch.device, *, features: int = 48, rows: Sequence[int] = (1, 20)
+    products: Products,
+    form: KernelForm,
+    device: torch.device,
+    *,
+    features: int = 48,
+    in_features: int = 0,
+    rows: Sequence[int] = (1, 20),
 ) -> float:
     """Return the largest error of the activations of random gates and ups, in units of its bound; see worst_error.
 
     features  of gates, and of ups
     """
     rng = np.random.default_rng(7)
-    weight = random_packed(form, 2 * features, _in_features(form), rng)
+    weight = random_packed(form, 2 * features, in_features or _in_features(form), rng)
     tiled = TiledWeight(form, *weight.shape, device)
     tiled.fill(0, weight)
     exact = weight.float32().astype(np.float64)

@@ -3,6 +3,8 @@
 #define TILE_ROWS 16
 #define TILE_INPUTS 128
 #define WARPS 8
+#define MOST_COLUMN_TILES 8  // tiles of 8 rows of the largest product
+#define FIXED_CHUNK 256      // inputs that the largest product stages at a time
 
 struct Weight {
     const u32 *low;          // [row tiles, input tiles, 16, 4, 4]; wide.cu: [out features, in features] bf16
@@ -37,3 +39,10 @@ struct Staged {
     const float *sums;
     int rows;
 };
+
+// Which row of shared memory a column reads. Columns beyond the rows are not stored, so they may read any; the largest
+// product has room for all columns.
+template <int COLUMN_TILES>
+DEVICE int staged_row(int column, const Staged &staged) {
+    return COLUMN_TILES == MOST_COLUMN_TILES ? column : min(column, staged.rows - 1);
+}

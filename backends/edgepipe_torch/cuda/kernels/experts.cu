@@ -47,7 +47,8 @@ DEVICE void expert_mm(
     const int parts = gated ? 2 : 1, tiles = weight.row_tiles / parts / experts;
     const RunRows job = {
         order, x, x_stride, each, expert * tiles, tiles, gated ? weight.row_tiles / 2 : 0, block, warps_down};
-    const float *partial = multiply_rows<COLUMN_TILES, PARTLY>(weight, job, count, chunk, warps_down, shared);
+    const float *partial = multiply_rows<COLUMN_TILES, PARTLY>(
+        weight, job, count, 0, weight.input_tiles, chunk, warps_down, shared);
     for (int index = threadIdx.x; index < warps_down / parts * COLUMN_TILES * 128; index += blockDim.x) {
         const Place place = place_of<COLUMN_TILES>(index);
         const int tile = block * (warps_down / parts) + place.down;

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from edgepipe.spec.layer_spec import Activation, Router
-from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, THREADS, Module
+from edgepipe_torch.cuda.kernels.driver import THREADS, Module
 from edgepipe_torch.cuda.kernels.forms import KernelForm
 from edgepipe_torch.cuda.kernels.products import (
     ACTIVATION_CODES,
     WARPS,
     WeightStruct,
+    least_warps_down,
     partial_bytes,
     staged_bytes,
     staged_inputs,
-    staged_unit,
 )
 
 _COLUMN_TILES = (1, 2, 8)  # sizes in tiles of 8 pairs of a run
@@ -237,12 +237,10 @@ def expert_warps_down(form: KernelForm, tiles: int, runs: Runs, *, gated: bool, 
 
     More of them read the inputs in fewer blocks, but every multiprocessor needs a block.
     """
-    down = 2 if gated else 1
-    all_tiles = runs.most_runs * tiles * down
-    while down < WARPS and all_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
-        down *= 2
     pairs = min(8 * runs.column_tiles, runs.rows)
-    while staged_bytes(form, pairs, staged_unit(down), column_tiles=runs.column_tiles) > SHARED_BYTES:
+    down = least_warps_down(form, pairs, column_tiles=runs.column_tiles, gated=gated)
+    all_tiles = runs.most_runs * tiles * (2 if gated else 1)
+    while down < WARPS and all_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
         down *= 2
     return down
 

@@ -15,7 +15,7 @@ from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 
 TILE_ROWS, TILE_INPUTS = 16, 128
-FUNCTIONS = ("affine_mm_1", "affine_mm_2", "affine_mm_4", "affine_mm_8", "dequantise")
+FUNCTIONS = ("affine_mm_1", "affine_mm_2", "affine_mm_4", "affine_mm_8", "add_splits", "dequantise")
 EXPERT_FUNCTIONS = ("expert_mm_1", "expert_mm_2", "expert_mm_8")
 ROUTING_FUNCTIONS = ("choose", "sort_pairs", "add_weighted", "add_gated")
 PLACE_FUNCTIONS = ("place_heads",)

@@ -216,7 +216,8 @@ struct TilePart {
 };
 
 // Add the product of a tile with the staged inputs from ``first`` on to sums [16, 8 * COLUMN_TILES].
-// PARTLY: leave out column tiles without rows.
+// PARTLY: leave out column tiles without rows, of the largest product in pairs: two that the compiler mixes take fewer
+// instructions than two apart, and four or more would take more registers than two blocks of a multiprocessor have.
 template <int COLUMN_TILES, bool PARTLY>
 DEVICE void multiply_part(
     float (&sums)[COLUMN_TILES][4], const Weight &weight, const TilePart &part, const Staged &staged, int first,
@@ -244,8 +245,8 @@ DEVICE void multiply_part(
             const float scale1 = part.scales[1].scale.get(group_of(segment));
 #pragma unroll
             for (int tile = 0; tile < COLUMN_TILES; tile++) {
-                if (PARTLY && 8 * tile >= staged.rows) break;
-                const int row = min(8 * tile + g, staged.rows - 1);  // columns beyond the rows are not stored
+                if (PARTLY && (COLUMN_TILES < MOST_COLUMN_TILES || tile % 2 == 0) && 8 * tile >= staged.rows) break;
+                const int row = staged_row<COLUMN_TILES>(8 * tile + g, staged);
                 const unsigned char *from = staged.inputs + row * staged.pitch + 2 * (first + SEGMENT * segment + 4 * t);
                 float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -4,6 +4,8 @@
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256) name
 // A kernel of which four blocks share a multiprocessor's registers.
 #define KERNEL_OF_FOUR(name) extern "C" __global__ void __launch_bounds__(256, 4) name
+// A kernel of which two blocks do.
+#define KERNEL_OF_TWO(name) extern "C" __global__ void __launch_bounds__(256, 2) name
 #define DEVICE __device__ __forceinline__
 #define SHARED_MEMORY(name)              \
     extern __shared__ uint4 name##_16[]; \

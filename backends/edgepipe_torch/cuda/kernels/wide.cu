@@ -38,7 +38,7 @@ DEVICE void multiply_part(
 #pragma unroll
         for (int tile = 0; tile < COLUMN_TILES; tile++) {
             if (PARTLY && 8 * tile >= staged.rows) break;
-            const int row = min(8 * tile + g, staged.rows - 1);  // columns beyond the rows are not stored
+            const int row = staged_row<COLUMN_TILES>(8 * tile + g, staged);
             const uint4 b = *reinterpret_cast<const uint4 *>(
                 staged.inputs + row * staged.pitch + 2 * (first + 32 * w + 8 * t));
             multiply_tiles(sums[tile], a[0], b.x, b.y);
