@@ -24,8 +24,8 @@ from edgepipe.text.tokenizer import check_tokenizer
 prepare_environment()
 
 # A shared machine is slow now and then, and that is no failure.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("full", deadline=None)
+settings.register_profile("short", deadline=None, max_examples=40)
 
 # A shell's background job ignores ^C, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,6 +34,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _CACHE = Path("~/.cache/edgepipe-tests").expanduser()
 _SMALL_TOKENIZER_BYTES = 1 << 20
 _LOG_LINES = 25  # log lines of each node, beside a failure
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests that name no number of examples try 40, or 100 where the long cases run, too."""
+    settings.load_profile("short" if config.option.markexpr == "not long" else "full")
 
 
 @pytest.hookimpl(wrapper=True)

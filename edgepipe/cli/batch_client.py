@@ -84,7 +84,9 @@ class BatchClient:
     def __init__(self, base_url: str, *, api_key: str = "") -> None:
         self._base_url = base_url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT, headers=headers, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, timeout=_TIMEOUT, headers=headers, trust_env=False, verify=base_url.startswith("https:")
+        )  # authorities that HTTP does not need take 20 ms to read
 
     async def __aenter__(self) -> BatchClient:
         return self

@@ -44,7 +44,9 @@ class ChatClient:
         self._base_url = base_url
         timeout = httpx.Timeout(_CONNECT_S, read=_SILENCE_S)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, headers=headers, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, timeout=timeout, headers=headers, trust_env=False, verify=base_url.startswith("https:")
+        )  # authorities that HTTP does not need take 20 ms to read
 
     async def __aenter__(self) -> ChatClient:
         return self

@@ -183,11 +183,11 @@ KINDS = pytest.mark.parametrize(
     ("config", "contiguous_kv", "max_blocks", "kv"),
     [
         (CONFIG, False, 40, ""),
-        (CONFIG, True, 40, ""),
+        pytest.param(CONFIG, True, 40, "", marks=pytest.mark.long),
         (WINDOWS, False, 160, ""),
         (STATES, False, 40, ""),
         (CONFIG, False, 56, "4bit"),
-        (WINDOWS, False, 160, "4bit"),
+        pytest.param(WINDOWS, False, 160, "4bit", marks=pytest.mark.long),
     ],
     ids=["shared", "copied", "windows", "states", "4 bits", "windows in 4 bits"],
 )

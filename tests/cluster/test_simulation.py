@@ -1,4 +1,4 @@
-"""Thousands of schedules of the control plane in virtual time, and proof that the simulator sees what is broken."""
+"""Hundreds of schedules of the control plane in virtual time, and proof that the simulator sees what is broken."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from tests.support.engine.simulated_stage import SimulatedStage
 from tests.support.engine.simulated_wires import Message
 from tests.support.engine.simulation import Simulation, simulate
 
-SCHEDULES = 1_000
+SCHEDULES = 500  # well under 20 s
 LONG_SCHEDULES = 40_000
-PARTS = 2  # each well under 20 s
 LONG_PARTS = 6
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-async def test_no_schedule_loses_doubles_or_changes_a_token(part: int) -> None:
-    size = SCHEDULES // PARTS
-    totals = await simulate(range(part * size, (part + 1) * size))
-    assert totals.schedules == size
+async def test_no_schedule_loses_doubles_or_changes_a_token() -> None:
+    totals = await simulate(range(SCHEDULES))
+    assert totals.schedules == SCHEDULES
     counts = (totals.recoveries, totals.engines, totals.resumed, totals.fenced, totals.kept, totals.replayed)
     assert min(*counts, totals.replayed_states) > 30, totals
 
@@ -94,7 +91,7 @@ async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: 
 async def test_an_engine_that_takes_lost_states_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateClass, "lose", lambda _: None)  # the fault to find
     with pytest.raises(AssertionError, match="instead of"):
-        run_many(Simulation)
+        run_many(Simulation, first=420)
 
 
 @pytest.mark.parametrize("part", range(2))

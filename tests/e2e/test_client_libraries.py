@@ -157,7 +157,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_client_that_leaves_within_an_answer_holds_no_kv(ring: Node, path: str) -> None:
-    async with httpx.AsyncClient(base_url=url_of(ring), trust_env=False, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url_of(ring), trust_env=False, timeout=20, verify=False) as client:
         async with client.stream("POST", path, json={"model": "tiny", "stream": True} | ASKED[path]) as answer:
             assert answer.status_code == 200
             await anext(answer.aiter_raw())

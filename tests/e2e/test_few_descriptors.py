@@ -14,7 +14,7 @@ from tests.support.processes.nodes import Nodes
 
 
 async def health(port: int) -> int:
-    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=2, trust_env=False, verify=False) as client:
         return (await client.get(f"http://127.0.0.1:{port}/health")).status_code
 
 

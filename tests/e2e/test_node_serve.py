@@ -73,7 +73,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
 async def complete(node: Node, *, max_tokens: int = 8) -> httpx.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body["return_token_ids"] = True
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=30, verify=False) as client:
         return await client.post(f"http://127.0.0.1:{node.http_port}/v1/completions", json=body)
 
 
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_frees_the_kv_cache_of_all_stages(pair: tuple
 
 async def _leave_after(node: Node, tokens: int) -> None:
     """Begin a long answer, take a part of it, and go. The engine has the request before the client leaves."""
-    async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=20, trust_env=False, verify=False) as client:
         url = f"http://127.0.0.1:{node.http_port}/v1/completions"
         async with client.stream("POST", url, json=STREAM | {"max_tokens": 4000}) as answer:
             assert answer.status_code == 200
@@ -267,7 +267,7 @@ async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
     body = {"model": "tiny", "prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 2}}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as http:
 
         async def ask(node: Node, **fields: Any) -> None:
             response = await http.post(f"http://127.0.0.1:{node.http_port}/api/generate", json=body | fields)

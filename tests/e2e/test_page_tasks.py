@@ -34,7 +34,10 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
 async def _page(node: Node) -> AsyncIterator[httpx.AsyncClient]:
     """Open the page of a node as ``edgepipe open`` does; the client may manage."""
     base = f"http://127.0.0.1:{node.http_port}"
-    async with httpx.AsyncClient(base_url=base, timeout=WAIT_S, trust_env=False) as http, node.admin() as admin:
+    async with (
+        httpx.AsyncClient(base_url=base, timeout=WAIT_S, trust_env=False, verify=False) as http,
+        node.admin() as admin,
+    ):
         session = await http.post("/ui/session", json={"ticket": await admin.issue_ticket()})
         assert session.status_code == 200, session.text
         http.headers["authorization"] = f"Bearer {session.json()['token']}"

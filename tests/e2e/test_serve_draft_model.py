@@ -63,7 +63,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
 
 async def answer(node: Node, *, max_tokens: int) -> list[int]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as client:
         url = f"http://127.0.0.1:{node.http_port}/v1/completions"
         response = await client.post(url, json=body | {"return_token_ids": True})
     assert response.status_code == 200, response.text

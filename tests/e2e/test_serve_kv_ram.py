@@ -39,7 +39,7 @@ async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_mod
         port = started[1].http_port
         await until_answers(port)
         answers: list[tuple[str, int]] = []
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as client:
             for number in (1, 2, 1):
                 body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
                 response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
@@ -80,7 +80,7 @@ async def test_chats_outlive_the_engine_in_ram_and_on_disk(demo_model: StoredMod
 async def told(port: int, number: int) -> tuple[str, int]:
     """Ask for a chapter. Return the answer, and how many tokens of the prompt were known."""
     body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as client:
         response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
     assert response.status_code == 200, response.text
     found = response.json()
@@ -102,7 +102,7 @@ async def test_a_chat_that_left_ram_for_the_disk_goes_on_with_the_same_answer(de
         port = started[1].http_port
         await until_answers(port)
         answers: list[tuple[str, int]] = []
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as client:
             for number in (1, 2, 3, 4, 5, 6, 1):
                 body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}
                 response = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)

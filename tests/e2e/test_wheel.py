@@ -100,7 +100,7 @@ def test_a_cluster_of_the_wheel_answers_and_serves_its_page(installed: Path, tmp
                 break
         ready = re.search(r"ready at (http://\S+)/v1", "".join(lines))
         assert ready, "".join(lines)
-        with httpx.Client(base_url=ready.group(1), timeout=30, trust_env=False) as http:
+        with httpx.Client(base_url=ready.group(1), timeout=30, trust_env=False, verify=False) as http:
             index = http.get("/", headers={"accept": "text/html"})
             assets = re.findall(r'(?:src|href)="(/[^"]+)"', index.text)
             assert assets

@@ -30,7 +30,9 @@ def lines_of(count: int) -> list[dict[str, Any]]:
 
 
 def user_of(node: Node) -> BatchUser:
-    return BatchUser(httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.http_port}", timeout=20, trust_env=False))
+    return BatchUser(
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.http_port}", timeout=20, trust_env=False, verify=False)
+    )
 
 
 async def _until_ended(user: BatchUser, batch_id: str) -> dict[str, Any]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +26,8 @@ from edgepipe_torch.cuda.kernels.forms import (
 )
 from edgepipe_torch.cuda.kernels.paged_decode import PagedForm
 from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
-from edgepipe_torch.layers.compiled_code import CodeCache
 
-COMPILER = shutil.which("g++")
-_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
-_KEPT = Path("~/.cache/edgepipe-test-kernels").expanduser()
-_MOST_KEPT = 200  # libraries, of some 250 KB
+from tests.support.backends.host_compiler import HostCompiler
 
 _WRAPPER = """
 extern "C" int part_{index}_{name}(unsigned blocks, unsigned threads, unsigned shared_bytes, void **arguments) {{
@@ -109,39 +101,18 @@ SOURCES = Path(forms.__file__).parent
 
 
 def compile_for_host(parts: Sequence[Part], folder: Path, sources: Path = SOURCES) -> list[HostModule]:
-    """Compile all parts, by two compilers at once. What was compiled before is kept in ``~/.cache``."""
-    assert COMPILER is not None
-    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
-    kept = CodeCache(_KEPT, f"{version} {_FLAGS}", suffix=".so")
+    """Compile all parts, by two compilers at once."""
+    header = (Path(__file__).parent / "cuda_on_host.hpp").read_text(encoding="utf-8")
+    compiler = HostCompiler(f"{header}\n{_CALL}")
     texts = {"even": _source(parts[::2], sources), "odd": _source(parts[1::2], sources)}
     with ThreadPoolExecutor(2) as threads:
-        codes = threads.map(lambda name: kept.get(texts[name], partial(_compile, folder / f"{name}.cpp")), texts)
-    loaded: list[ctypes.CDLL] = []
-    for name, code in zip(texts, codes, strict=True):
-        library = folder / f"{name}.so"
-        library.write_bytes(code)
-        loaded.append(ctypes.CDLL(str(library)))
-    drop_old(_KEPT)
+        loaded = list(threads.map(lambda name: compiler.library(texts[name], folder / f"{name}.so"), texts))
     return [HostModule(loaded[index % 2], index // 2) for index in range(len(parts))]
-
-
-def drop_old(folder: Path) -> None:
-    """Remove the oldest libraries of a folder, where there are too many."""
-    with suppress(FileNotFoundError):  # another process removes them, too
-        for old in sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
-            old.unlink()
-
-
-def _compile(file: Path, text: str) -> bytes:
-    file.write_text(text, encoding="utf-8")
-    made = file.with_suffix(".made")
-    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=600)  # a busy machine
-    return made.read_bytes()
 
 
 def _source(parts: Sequence[Part], sources: Path) -> str:
     """Return C++ with the kernels of each part in a namespace, and a function to launch each."""
-    lines = [(Path(__file__).parent / "cuda_on_host.hpp").read_text(encoding="utf-8"), _CALL]
+    lines: list[str] = []
     for index, part in enumerate(parts):
         texts = "\n".join((sources / name).read_text(encoding="utf-8") for name in part.files)
         lines += [f"#define {name} {value}" for name, value in part.macros.items()]

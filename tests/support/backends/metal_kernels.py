@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from edgepipe_mlx.blocks.kernels import TILES
-from edgepipe_torch.layers.compiled_code import CodeCache
 
-from tests.support.backends.host_kernels import COMPILER, drop_old
+from tests.support.backends.host_compiler import HostCompiler
 
-_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
-_KEPT = Path("~/.cache/edgepipe-test-kernels/metal").expanduser()
 _CONSTANT = 8  # MLX gives smaller inputs in the constant address space
 _MOST_THREADS = 1024  # threads of a threadgroup
 _GUARD = 1 << 16  # bytes around each array; floats of them are no numbers
@@ -126,12 +122,8 @@ class HostKernels:
 
     def _library(self, text: str) -> Any:
         if text not in self._known:
-            code = CodeCache(_KEPT, f"{_version()} {_FLAGS}", suffix=".so")
-            file = self._folder / f"metal_{len(self._known)}.cpp"
-            library = file.with_suffix(".so")
-            library.write_bytes(code.get(text, partial(_compile, file)))
-            drop_old(_KEPT)
-            self._known[text] = ctypes.CDLL(str(library))
+            file = self._folder / f"metal_{len(self._known)}.so"
+            self._known[text] = _compiler().library(text, file)
         return self._known[text]
 
 
@@ -151,15 +143,14 @@ class _Guarded:
 
 
 @cache
-def _version() -> str:
-    assert COMPILER is not None
-    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+def _compiler() -> HostCompiler:
+    folder = Path(__file__).parent
+    texts = ((folder / name).read_text(encoding="utf-8") for name in ("cuda_on_host.hpp", "metal_on_host.hpp"))
+    return HostCompiler("\n".join(texts), ("-ffp-contract=off",))
 
 
 def _text(header: str, source: str, template: Template, parameters: Sequence[str]) -> str:
     """Return C++ with the kernel, and a function to launch it with each size of tiles."""
-    folder = Path(__file__).parent
-    shim = "\n".join((folder / name).read_text(encoding="utf-8") for name in ("cuda_on_host.hpp", "metal_on_host.hpp"))
     types = ", ".join(f"{'int' if isinstance(value, int) else 'typename'} {name}" for name, value in template)
     declared = ", ".join([*parameters, "uint3 thread_position_in_grid"])
     places = enumerate(each.rpartition("*")[0] for each in parameters)
@@ -174,7 +165,7 @@ def _text(header: str, source: str, template: Template, parameters: Sequence[str
         for each in _of_all_tiles(template)
     ]
     kernel = f"template <{types}>\nvoid kernel({declared}) {{\n{_with_shared_arrays(source)}\n}}\n"
-    return "\n".join([shim, header, kernel, *launches])
+    return "\n".join([header, kernel, *launches])
 
 
 def _with_shared_arrays(source: str) -> str:
@@ -205,10 +196,3 @@ def _as_numpy(array: mx.array, *, dense: bool) -> np.ndarray:
     whole = mx.contiguous(array) if dense else array
     bits = whole.view(mx.uint16) if array.dtype == mx.bfloat16 else whole
     return np.array(bits, copy=False)
-
-
-def _compile(file: Path, text: str) -> bytes:
-    file.write_text(text, encoding="utf-8")
-    made = file.with_suffix(".made")
-    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=600)  # a busy machine
-    return made.read_bytes()

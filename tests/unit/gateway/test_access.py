@@ -218,7 +218,7 @@ async def test_a_header_cannot_claim_an_address(monkeypatch: pytest.MonkeyPatch)
         for here in lan_interfaces(interfaces())[:1]:
             sock = listen(host=here.address, port=0)
             serving_here = asyncio.create_task(served.gateway.serve(sock))
-            async with httpx.AsyncClient(trust_env=False) as http:
+            async with httpx.AsyncClient(trust_env=False, verify=False) as http:
                 url = f"http://{here.address}:{sock.getsockname()[1]}/v1/models"
                 assert (await http.get(url, headers={"x-forwarded-for": "127.0.0.1"})).status_code == 401
             serving_here.cancel()

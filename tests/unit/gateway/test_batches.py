@@ -162,7 +162,10 @@ async def test_each_key_sees_its_own_files_and_batches(tmp_path: Path) -> None:
         users = [
             BatchUser(
                 httpx.AsyncClient(
-                    base_url=served.http.base_url, headers={"Authorization": f"Bearer {key}"}, trust_env=False
+                    base_url=served.http.base_url,
+                    headers={"Authorization": f"Bearer {key}"},
+                    trust_env=False,
+                    verify=False,
                 )
             )
             for key in KEYS

@@ -79,7 +79,10 @@ async def test_llama_index_s_streamed_tools(group: int, monkeypatch: pytest.Monk
     like = _library("llama_index.llms.openai_like", monkeypatch)
     tools = _library("llama_index.core.tools", monkeypatch)
     tool = tools.FunctionTool.from_defaults(lambda city: city, name="look", description="look", fn_schema=Place)
-    async with serving(FakeEngine(answer=_call("look"), group=group)) as served, httpx.AsyncClient() as http:
+    async with (
+        serving(FakeEngine(answer=_call("look"), group=group)) as served,
+        httpx.AsyncClient(verify=False) as http,
+    ):
         model = like.OpenAILike(
             model="tiny",
             api_base=_url(served),

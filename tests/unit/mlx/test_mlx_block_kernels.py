@@ -19,7 +19,7 @@ from edgepipe_mlx.blocks.kernels import BlockArrays, MetalKernels, ReferenceKern
 from edgepipe_mlx.blocks.layout import lay_out_blocks
 
 from edgepipe.backend.types import SlowPath
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.models.packed import random_packed
 

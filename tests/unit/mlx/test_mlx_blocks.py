@@ -31,7 +31,7 @@ from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe.weights.resident import keeps_blocks, resident_bytes, slice_bytes
 from edgepipe.weights.weight_table import table_of
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.backends.mlx_models import BLOCK_SIZE, Chain, cpu_options, row, tiny_config
 from tests.support.models.packed import PackedTinyModel, random_packed

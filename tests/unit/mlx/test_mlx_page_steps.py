@@ -17,7 +17,7 @@ from edgepipe_mlx import own_kernels
 from edgepipe_mlx.pages.kernels import MetalPages, PageKernels, ReferencePages
 
 from edgepipe.backend.types import SlowPath, StepRow
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 

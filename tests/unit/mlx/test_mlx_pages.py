@@ -25,7 +25,7 @@ from edgepipe_mlx.pages.rows import FEWEST_SHARES, MOST_SHARES, MOST_TOKENS, Pag
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BackendOptions, SlowPath
 from edgepipe.errors import ConfigInvalid
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.backends.mlx_models import tiny_config
 

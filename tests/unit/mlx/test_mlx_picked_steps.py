@@ -23,7 +23,7 @@ from edgepipe.ids import StepId
 from edgepipe.sampling import Sampled, SampleRow, SequenceSampler, logit_edits, sample, sample_picked
 from edgepipe.spec.facts import LayerRange, make_slices
 from tests.support.backends.counted_graphs import counted_backend
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.backends.mlx_models import (
     BLOCK_SIZE,

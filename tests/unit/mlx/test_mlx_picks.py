@@ -23,7 +23,7 @@ from edgepipe_mlx.picks.kernels import MetalPicks, PickKernels, ReferencePicks, 
 
 from edgepipe.backend.types import LogitEdits, SlowPath
 from edgepipe.errors import ConfigInvalid
-from tests.support.backends.host_kernels import COMPILER
+from tests.support.backends.host_compiler import COMPILER
 from tests.support.backends.metal_kernels import HostKernels
 from tests.support.backends.mlx_models import cpu_options
 

@@ -35,7 +35,8 @@ def step_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[StepForm, Hos
 
 def _compiled(parts: dict[Form, Part], folders: pytest.TempPathFactory) -> dict[Form, HostModule]:
     """Return the compiled kernels of each form. Skip the test without a compiler."""
-    from tests.support.backends.host_kernels import COMPILER, compile_for_host
+    from tests.support.backends.host_compiler import COMPILER
+    from tests.support.backends.host_kernels import compile_for_host
 
     if COMPILER is None:
         pytest.skip("g++ is not installed")

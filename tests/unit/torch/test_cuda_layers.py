@@ -22,8 +22,8 @@ from edgepipe_torch.layers.recurrent import Mixer, StepKernel  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
 from tests.support.backends.host_kernels import (  # noqa: E402
-    COMPILER,
     PLACE,
     ROUTING,
     HostModule,

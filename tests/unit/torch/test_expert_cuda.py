@@ -75,7 +75,8 @@ class HostExperts:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> HostExperts:
-    from tests.support.backends.host_kernels import COMPILER, ROUTING, compile_for_host, experts_part
+    from tests.support.backends.host_compiler import COMPILER
+    from tests.support.backends.host_kernels import ROUTING, compile_for_host, experts_part
 
     if COMPILER is None:
         pytest.skip("g++ is not installed")

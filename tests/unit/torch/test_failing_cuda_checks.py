@@ -30,7 +30,8 @@ from edgepipe.backend.types import PackedProducts, RowState, StateWrite  # noqa:
 from edgepipe.errors import DeviceOutOfMemory, StageError  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.backends.host_kernels import COMPILER, ROUTING, SOURCES, Part, compile_for_host  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
+from tests.support.backends.host_kernels import ROUTING, SOURCES, Part, compile_for_host  # noqa: E402
 from tests.support.backends.kernel_forms import FORMS  # noqa: E402
 from tests.support.backends.recorded_steps import STEP_FORMS  # noqa: E402
 from tests.support.backends.steps import step_row  # noqa: E402

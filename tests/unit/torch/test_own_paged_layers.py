@@ -27,7 +27,8 @@ from edgepipe.spec.kv_forms import pages_fit  # noqa: E402
 from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
-from tests.support.backends.host_kernels import COMPILER, PLACE, HostModule, compile_for_host, paged_part  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
+from tests.support.backends.host_kernels import PLACE, HostModule, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
 from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.backends.torch_twins import Crowd, Twins  # noqa: E402

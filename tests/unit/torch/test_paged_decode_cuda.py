@@ -32,7 +32,8 @@ from edgepipe_torch.cuda.kernels.paged_decode import (  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.kv_codes import NO_SCALE, Codes, FourBits  # noqa: E402
 
-from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
+from tests.support.backends.host_kernels import SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 from tests.support.numerics.four_bits import group_and_block, turned, values_of, whole_values_of  # noqa: E402
 

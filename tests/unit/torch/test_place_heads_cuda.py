@@ -27,7 +27,8 @@ from edgepipe_torch.layers.packed_kv import PackedKVStorage  # noqa: E402
 from edgepipe_torch.layers.step_ops import HeadNorms, TorchOps  # noqa: E402
 
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.backends.host_kernels import COMPILER, PLACE, SOURCES, Part, compile_for_host  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
+from tests.support.backends.host_kernels import PLACE, SOURCES, Part, compile_for_host  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 
 if TYPE_CHECKING:

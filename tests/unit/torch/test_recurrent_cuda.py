@@ -31,7 +31,8 @@ from edgepipe.backend.types import BackendOptions, RowState, StateWrite, StepRow
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host  # noqa: E402
+from tests.support.backends.host_compiler import COMPILER  # noqa: E402
+from tests.support.backends.host_kernels import SOURCES, HostModule, Part, compile_for_host  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 from tests.support.backends.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
