@@ -20,8 +20,8 @@ MOST_ROWS = 64  # limit of a product's rows; with more, tensor cores wait less i
 _COLUMN_TILES = (1, 2, 4, 8)  # sizes in tiles of 8 rows of x
 WARPS = THREADS // 32
 _STAGED_BYTES = 24 * 1024  # shared memory for inputs and their sums: four blocks fit a multiprocessor
-# Fewest blocks of a multiprocessor, on average. More row tiles per block make fewer blocks read the inputs. Up to 8 rows
-# are few bytes: there a second block, and with it more of the weight under way, counts more.
+# Fewest blocks of a multiprocessor, on average. More row tiles per block make fewer blocks read the inputs. Up to 8
+# rows are few bytes: there a second block, and with it more of the weight under way, counts more.
 _FULL_LOAD, _FULL_LOAD_OF_FEW = 0.9, 1.8
 _FIXED_CHUNK = 256  # FIXED_CHUNK of common.cuh
 _MOST_SPLITS = 8
