@@ -82,7 +82,8 @@ def _sample_row(logits: Logits, row: SampleRow, scratch: Logits) -> Sampled:
             raw = logits.copy() if scores is not None else logits
             sampler.edits.apply(logits)
             ban(logits, *sampler.allowed(row.position))
-            token = choose_from_row(logits, params, sampler.uniform(row.position), scratch)
+            uniform = 0.0 if params.greedy else sampler.uniform(row.position)
+            token = choose_from_row(logits, params, uniform, scratch)
             sampler.took(token)
     except EdgepipeError as exc:
         return Sampled(0, error=exc)

@@ -23,6 +23,7 @@ from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
 from edgepipe.scheduler.held_places import Takeover
 from edgepipe.scheduler.host_tier import GivenBack
+from edgepipe.scheduler.flights import windows_may_fly
 from edgepipe.scheduler.in_flight import InFlight, StepCounts
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key
@@ -898,14 +899,11 @@ class Scheduler:
                     ready.appendleft(waiting)
 
     def _begin_flight(self, builder: StepBuilder, sequence: Sequence, share: Share) -> bool:
-        """Begin a run of windows in flight with the sequence's newest token, if that pays. Return whether it does.
-
-        Recurrent layers would need slots for each window, and KV in 4 bits rounds tokens that a void window would have
-        to bring back. Then windows follow one another one at a time.
-        """
+        """Begin a run of windows in flight with the sequence's newest token, if that pays. Return whether it does."""
         assert self._drafting is not None
         own, limits = sequence.drafts, self._limits
-        able = sequence.may_fly and not sequence.alone and limits.states is None and not limits.rest_tokens
+        able = sequence.may_fly and not sequence.alone
+        able = able and windows_may_fly(recurrent=limits.states is not None, rest_tokens=limits.rest_tokens)
         alone = (
             limits.micro_batches == 1 and self._plans_ahead and not self._unscheduled_prefill and not builder.decodes
         )

@@ -251,8 +251,8 @@ class ComputeThread:
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1
-        self._times.ended(now_s - begun_s)
         oldest.work.done(output, StepSpan(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
+        self._times.ended(now_s - begun_s)  # nothing waits for that
 
     def _drain(self) -> None:
         while self._outstanding:

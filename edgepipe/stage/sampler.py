@@ -207,7 +207,15 @@ def _parts(rows: Sequence[SampleRow], *, most: int) -> list[int]:
 
 
 def _draft(wishes: Sequence[DraftWish | None], sampled: Sequence[Sequence[Sampled]]) -> tuple[Drafts, ...]:
-    """Return the drafts of each row; of a row without a wish, or whose sequence ends with an error, none."""
+    """Return the drafts of each row; of a row without a wish, or whose sequence ends with an error, none.
+
+    Where no row can use any, drafters only hear of the tokens: a filled ring has no time for more.
+    """
+    if not any([wish is not None and (wish.count or wish.lot) for wish in wishes]):
+        for wish, row in zip(wishes, sampled, strict=bool(wishes)):
+            if wish is not None and row[-1].error is None:
+                wish.drafter.heard([each.token for each in row])
+        return ()
     return tuple(
         [
             NO_DRAFTS

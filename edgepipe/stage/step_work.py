@@ -47,6 +47,7 @@ class StageStep:
         "bulk",
         "demand",
         "expert_share",
+        "flies",
         "kept",
         "moves",
         "num_rows",
@@ -62,6 +63,7 @@ class StageStep:
         "span",
         "step",
         "uses",
+        "wants_drafts",
         "wishes",
     )
 
@@ -102,6 +104,10 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.wishes = wishes  # drafts to make for each sampling row; empty: none
+        # Whether a row's sequence can use drafts next.
+        self.wants_drafts = any([wish is not None and wish.count and not wish.lot for wish in wishes])
+        # Whether windows of its sequence follow one another in flight: they are sampled in their order.
+        self.flies = any([wish is not None and wish.lot for wish in wishes])
         self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage
@@ -128,16 +134,6 @@ class StageStep:
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step is computed once, after its inputs have arrived"
         return inputs
-
-    @property
-    def wants_drafts(self) -> bool:
-        """Whether a row's sequence can use drafts next."""
-        return any(wish is not None and wish.count > 0 and not wish.lot for wish in self.wishes)
-
-    @property
-    def flies(self) -> bool:
-        """Whether windows of its sequence follow one another in flight: they are sampled in their order."""
-        return any(wish is not None and wish.lot > 0 for wish in self.wishes)
 
     def edits(self) -> LogitEdits | None:
         """See ``Work.edits``."""
