@@ -61,7 +61,8 @@ def draft_forecast(found: Plan, cluster: Cluster) -> DraftForecast | None:
 def _may_fly(found: Plan) -> bool:
     """Return whether windows of drafts may follow one another in flight on the plan's stages."""
     recurrent = any(layer.recurrent is not None for layer in found.demand.config.layers)
-    return windows_may_fly(recurrent=recurrent, rest_tokens=max(stage.machine.room.rest_tokens for stage in found.stages))
+    rest_tokens = max(stage.machine.room.rest_tokens for stage in found.stages)
+    return windows_may_fly(recurrent=recurrent, rest_tokens=rest_tokens)
 
 
 def _draft_s(found: Plan, machine: Machine) -> float:

@@ -21,9 +21,9 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.batch_ways import BatchWay
 from edgepipe.scheduler.disk_works import DiskWork
 from edgepipe.scheduler.drafting import Drafting, DraftStats, Share
+from edgepipe.scheduler.flights import windows_may_fly
 from edgepipe.scheduler.held_places import Takeover
 from edgepipe.scheduler.host_tier import GivenBack
-from edgepipe.scheduler.flights import windows_may_fly
 from edgepipe.scheduler.in_flight import InFlight, StepCounts
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key

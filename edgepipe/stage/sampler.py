@@ -211,7 +211,7 @@ def _draft(wishes: Sequence[DraftWish | None], sampled: Sequence[Sequence[Sample
 
     Where no row can use any, drafters only hear of the tokens: a filled ring has no time for more.
     """
-    if not any([wish is not None and (wish.count or wish.lot) for wish in wishes]):
+    if not any(wish is not None and (wish.count or wish.lot) for wish in wishes):
         for wish, row in zip(wishes, sampled, strict=bool(wishes)):
             if wish is not None and row[-1].error is None:
                 wish.drafter.heard([each.token for each in row])

@@ -105,9 +105,9 @@ class StageStep:
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.wishes = wishes  # drafts to make for each sampling row; empty: none
         # Whether a row's sequence can use drafts next.
-        self.wants_drafts = any([wish is not None and wish.count and not wish.lot for wish in wishes])
+        self.wants_drafts = any(wish is not None and wish.count and not wish.lot for wish in wishes)
         # Whether windows of its sequence follow one another in flight: they are sampled in their order.
-        self.flies = any([wish is not None and wish.lot for wish in wishes])
+        self.flies = any(wish is not None and wish.lot for wish in wishes)
         self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage

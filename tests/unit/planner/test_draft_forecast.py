@@ -167,11 +167,10 @@ def test_windows_in_flight_are_forecast_where_the_engine_would_fly_them_and_a_si
 def test_a_plan_with_a_fast_draft_model_says_how_many_windows_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = _cluster("gpt-oss-120b", "4x rtx4090", "llama-3.2-3b:q4_k_m")
     slow = _forecast(cluster)
-    assert slow.in_flight == 1
     monkeypatch.setattr(TableSpeed, "token_s", lambda *_, **__: 0.0005)
     fast = _forecast(cluster)
     assert fast.in_flight > 1
-    assert fast.factor > 1.8
+    assert fast.factor > max(1.8, slow.factor)
     assert f"{fast.count} in each of {fast.in_flight} windows in flight" in words_of_drafts(fast)
 
 
