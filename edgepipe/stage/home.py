@@ -19,7 +19,6 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.step_work import StageStep
 from edgepipe.wire.plans import StepPlan
-from edgepipe.wire.reports import HomeTokens
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ class HomeFeed:
         *,
         make_receiver: Callable[[OnStep], RingReceiver],
         vocab_size: int,
-        on_tokens: Callable[[HomeTokens], None],
+        on_tokens: Callable[[StepId, Sequence[int]], None],
     ) -> None:
         """``on_tokens``: called when the tokens of a step came, and those of later steps may be computed."""
         self._home = home
@@ -196,10 +195,10 @@ class HomeFeed:
                 f"the last stage sent tokens of step {step} that the model does not have",
                 fact=f"{min(ids)} to {max(ids)}; ids go from 0 to {self._vocab_size - 1}",
             )
-        self.receiver.taken(bulk=bulk)
         self._home.give(step, ids)
         self._drain()
-        self._on_tokens(HomeTokens(step=step, ids=tuple(ids)))
+        self._on_tokens(step, ids)
+        self.receiver.taken(bulk=bulk)
 
     def _drain(self) -> None:
         waiting = self._waiting

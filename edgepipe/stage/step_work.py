@@ -48,6 +48,7 @@ class StageStep:
         "demand",
         "expert_share",
         "flies",
+        "here",
         "kept",
         "moves",
         "num_rows",
@@ -63,7 +64,6 @@ class StageStep:
         "span",
         "step",
         "uses",
-        "wants_drafts",
         "wishes",
     )
 
@@ -82,6 +82,8 @@ class StageStep:
         prepare_us: int,
         ready_s: float,
         retires: bool,
+        flies: bool,
+        here: bool,
         samples: tuple[SampleRow, ...],
         wishes: tuple[DraftWish | None, ...],
         kept: tuple[KeptPart, ...],
@@ -104,10 +106,8 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.wishes = wishes  # drafts to make for each sampling row; empty: none
-        # Whether a row's sequence can use drafts next.
-        self.wants_drafts = any(wish is not None and wish.count and not wish.lot for wish in wishes)
-        # Whether windows of its sequence follow one another in flight: they are sampled in their order.
-        self.flies = any(wish is not None and wish.lot for wish in wishes)
+        self.flies = flies  # windows of its sequence follow one another in flight: they are sampled in their order
+        self.here = here  # the compute thread samples it
         self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage

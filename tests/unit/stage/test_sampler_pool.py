@@ -71,14 +71,6 @@ def test_where_no_row_can_use_drafts_drafters_only_hear_of_the_tokens() -> None:
             wishes = tuple(
                 [DraftWish(each, count, SequenceId(1)) for each, count in zip(drafters, counts, strict=True)]
             )
-            samplers_pool.put(
-                StepOutput(logits=logits),
-                sampled,
-                wishes,
-                (),
-                results.append,
-                lambda error: pytest.fail(str(error)),
-                here=True,
-            )
+            results.append(samplers_pool.sample_here(StepOutput(logits=logits), sampled, wishes, ()))
     assert [[row.ids for row in result.drafts] for result in results] == [[], [], [(), (7,)]]
     assert [each.tokens for each in own] == [[], [1, 2, 3]], "it learns all at once, when drafts are wanted"
