@@ -131,10 +131,11 @@ class RingReceiver:
         self._check_class(step, bulk=bulk)
         if chunk == 0:
             self._firsts[bulk] = _FirstPiece(sent_us, self._now_us(), self._total_bytes)
-        whole = self._assemblers[bulk].add(step, chunk, data)
-        if held_bytes := self._held_bytes:
+        assembler = self._assemblers[bulk]
+        whole = assembler.add(step, chunk, data)
+        if assembler.held_bytes:
             self._on_held()
-            if held_bytes > MAX_HELD_BYTES:
+            if self._held_bytes > MAX_HELD_BYTES:
                 self._room.clear()
         if whole is not None:
             first = self._firsts[bulk]

@@ -100,7 +100,7 @@ class Home:
         if plan.after is None:
             return np.array(plan.token_ids, np.int32)
         with self._lock:
-            return self._tokens(plan.after, [row.sequence for row in plan.rows])
+            return self._tokens(plan.after, tuple([row.sequence for row in plan.rows]))
 
     def pause(self) -> None:
         """Pass no step on until ``resume``."""
@@ -133,11 +133,13 @@ class Home:
         work.give_inputs(tokens, arrived_s=self._clock.monotonic_s())
         return work
 
-    def _tokens(self, after: StepId, sequences: Sequence[SequenceId]) -> TokenIds | None:
+    def _tokens(self, after: StepId, sequences: tuple[SequenceId, ...]) -> TokenIds | None:
         """Return the tokens that a step sampled for the sequences."""
         sampled = self._steps.get(after)
         if sampled is None or not sampled.ids:
             return None
+        if sampled.sequences == sequences:
+            return np.array(sampled.ids, np.int32)
         tokens = dict(zip(sampled.sequences, sampled.ids, strict=True))
         return np.array([tokens[sequence] for sequence in sequences], np.int32)
 

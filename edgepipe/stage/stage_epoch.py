@@ -745,10 +745,12 @@ class StageEpoch:
         if self._home is not None:
             self._home.give(work.step, [row[-1].token if row else 0 for row in result.sampled])
         wake = self._loop.call_soon_threadsafe
-        if here:
+        if not here:
+            wake(self._sampled, work, result)
+        elif self._home is not None:  # the next step is there already
             self._tools.compute.later(lambda: wake(self._after_compute, work, output, result))
         else:
-            wake(self._sampled, work, result)
+            wake(self._after_compute, work, output, result)
 
     def _sampled(self, work: StageStep, result: StepResult) -> None:
         if self.over:
