@@ -13,7 +13,7 @@ import re
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ _DTYPES = ("auto", "float32", "bfloat16")
 class Config:
     """All settings of a node. Field names are the names of flags, variables and TOML keys."""
 
-    name: str = ""  # name of this node; empty: the host's name
+    name: str = ""  # name of this node; empty: the one that --name gave it last, or the host's
     cluster: str = ""  # name of the cluster that a new node founds; empty: home. Nodes join other clusters by pairing
     backend: str = "auto"  # auto, none, or the name of a backend's entry point
     device: str = "auto"  # the backend's device name, such as cuda:0
@@ -166,7 +166,10 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> LoadedConfig:
-    """Load settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid."""
+    """Load settings from flags (None: not given), environment, TOML file and defaults. Raises ConfigInvalid.
+
+    A node keeps the name that its last ``--name`` gave it; a setting has priority over it.
+    """
     variables = os.environ if environ is None else environ
     raw: dict[str, tuple[Any, str]] = {}
     raw.update(_from_file(file or config_file(variables), required=file is not None or _FILE_VARIABLE in variables))
@@ -174,7 +177,22 @@ def load_config(
     raw.update({_known(key, "flag"): (value, "flag") for key, value in (flags or {}).items() if value is not None})
     values = {name: _parsed(name, value, origin) for name, (value, origin) in raw.items()}
     origins = {name: raw[name][1] if name in raw else "default" for name in _PARSERS}
-    return LoadedConfig(values=_completed(values), origins=origins)
+    completed = _completed(values)
+    if "name" not in raw and (kept := _kept_name(completed.data_dir)):
+        completed, origins["name"] = replace(completed, name=kept), f"file {name_file(completed.data_dir)}"
+    return LoadedConfig(values=completed, origins=origins)
+
+
+def name_file(data_dir: Path) -> Path:
+    """Return the file with the name that a command gave this node."""
+    return data_dir / "name"
+
+
+def _kept_name(data_dir: Path) -> str:
+    try:
+        return _label(name_file(data_dir).read_text(encoding="ascii"), "name")
+    except (OSError, UnicodeDecodeError, ConfigInvalid):  # missing, or damaged
+        return ""
 
 
 def forget_exported_size() -> None:

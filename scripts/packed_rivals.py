@@ -22,7 +22,7 @@ from edgepipe.weights.weights import open_weights
 from tests.support.models.files import random_tensors, write_gguf
 
 LLAMA_CONTEXT = 1024
-ROUNDS = 4
+ROUNDS = 3
 MIXES = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}  # ``llama_ftype``
 QUIET, BUSY = 1.15, 1.0  # bars
 _NEIGHBOUR_FLOATS = 8 << 20  # an array that no cache holds

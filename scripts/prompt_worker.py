@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from statistics import mean
-from typing import Any
+from typing import Any, Protocol
 
 from prompt_cases import LONG_TOKENS, Case, Served
 
@@ -21,12 +21,18 @@ from edgepipe.backend.devices import parse_devices
 from edgepipe.scheduler import Scheduler, make_policy
 from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
-from edgepipe.simulation.report import ObservedRequest
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import Arrivals, Workload, WorkloadRequest
 from edgepipe.store.typed_names import planned_name
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model
+
+
+class _Answered(Protocol):
+    """A request of a simulation. Its class has another name in older trees."""
+
+    @property
+    def token_times_s(self) -> Sequence[float]: ...
 
 
 def main() -> None:
@@ -103,7 +109,7 @@ def workload_of(case: Case) -> Workload:
     )
 
 
-def _gaps_s(requests: tuple[ObservedRequest, ...] | list[ObservedRequest]) -> list[float]:
+def _gaps_s(requests: Sequence[_Answered]) -> list[float]:
     return [after - before for each in requests for before, after in pairwise(each.token_times_s)]
 
 

@@ -11,6 +11,7 @@ import typer
 from edgepipe.cli.node_process import wait_until_gone
 from edgepipe.cli.node_start import NodeName, start
 from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.cli.output import say
 from edgepipe.errors import NodeUnreachable
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def join(
     from edgepipe.cli import joining
     from edgepipe.cli.admin import run_async
     from edgepipe.config import load_config
+    from edgepipe.daemon.machine.data_dir import keep_name
 
     config = load_config({"name": name, "data_dir": data_dir}).values
     joined = run_async(
@@ -96,6 +98,10 @@ def join(
         )
     )
     joining.show_joined(joined)
+    if name is not None:
+        keep_name(config.data_dir, config.name)
+        if joined.running and joined.node_name not in ("", config.name):
+            say(f"it is named '{config.name}' from its next start: edgepipe node stop, then edgepipe node start")
 
 
 @app.command()

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # The node and its cluster.
 NodeName = Annotated[
-    str | None, typer.Option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
+    str | None,
+    typer.Option("--name", metavar="NAME", help="Name of this node, also at later starts.  [default: the host's name]"),
 ]
 ClusterName = Annotated[
     str | None,
@@ -191,6 +192,7 @@ def start(
         config, flags = loaded.values, given_flags(context, without=("background", "as_json", "data_dir"))
         show(start_in_background(config.data_dir, flags, name=config.name))
         return
+    from edgepipe.daemon.machine.data_dir import keep_name
     from edgepipe.daemon.node import run, start_nursery
 
     nursery = start_nursery()
@@ -198,6 +200,8 @@ def start(
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
 
     def on_ready(ready: NodeReady) -> None:  # called again after each new address or cluster
+        if name is not None:
+            keep_name(loaded.values.data_dir, loaded.values.name)
         try:
             show(_as_dict(ready))
             sys.stdout.flush()

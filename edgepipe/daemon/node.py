@@ -18,7 +18,7 @@ from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, r
 from edgepipe.cluster.private_files import writable
 from edgepipe.config import Config, Watching
 from edgepipe.daemon.machine.backends import check_device, choose_backend
-from edgepipe.daemon.machine.data_dir import DataDir, log_path
+from edgepipe.daemon.machine.data_dir import DataDir, forget_name, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
 from edgepipe.daemon.processes.nursery import Nursery, start_nursery
 from edgepipe.errors import ConfigInvalid, EdgepipeError, PortInUse
@@ -115,6 +115,7 @@ async def _run_until_stopped(
         if node.identity_taken:
             trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
             begin_anew(data_dir.path)
+            forget_name(data_dir.path)
             logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
         elif not node.begins_anew:
             return

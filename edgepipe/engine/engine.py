@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from edgepipe.clock import Clock
-from edgepipe.engine.blame import Crash
 from edgepipe.engine.engine_epoch import EngineContext, EngineEpoch
+from edgepipe.engine.epoch_losses import EpochLosses
+from edgepipe.engine.event_queue import EventQueue
 from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, ReachableNodes, SamePlacement
 from edgepipe.engine.preparation import Preparation
@@ -49,11 +49,9 @@ from edgepipe.engine.recovery_types import (
     State,
     Stopped,
     Suspect,
-    Tick,
 )
 from edgepipe.engine.service import EngineService, RequestIntake
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.engine.sites import StageSite
 from edgepipe.engine.status import EngineStatus, stage_state
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import (
@@ -64,9 +62,8 @@ from edgepipe.errors import (
     StageLost,
     StagesMove,
     StaleEpoch,
-    StepFailed,
 )
-from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
+from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId
 from edgepipe.link.shaped import Network
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.scheduler.pacing import parse_itl_goal
@@ -86,13 +83,6 @@ _WORDS = {
     State.RECOVERING: "recovering",
     State.WAITING: "waiting",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Bug:
-    """A task ended with an unexpected exception."""
-
-    error: BaseException
 
 
 class Engine:
@@ -172,18 +162,16 @@ class Engine:
             limits=self._limits,
             timeouts=self._timeouts,
         )
-        self._events: deque[Event | _Bug] = deque()  # holds at most one of each kind from outside, and one per task
-        self._arrived = asyncio.Event()
+        self._events = EventQueue(clock)
         self._work: asyncio.Task[None] | None = None  # the attempt's task: asks, prepares or opens
         self._driving: asyncio.Task[None] | None = None
         self._candidate: EngineEpoch | None = None  # open, not yet in use
         self._run: EngineEpoch | None = None
         self._kept: KeptKV | None = None  # KV of the last epoch that served
-        # Epoch counter, and its steps in flight at the end.
-        self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})
         self._table = RequestTable(
             config=config, limits=self._limits, timeouts=self._timeouts, draft=self._context.draft
         )
+        self._losses = EpochLosses(self._table)
         self._intake: RequestIntake | None = None
         self._has_served = False  # a previous epoch has served
         self._stalled_since_s: float | None = None  # time since requests wait for a new epoch
@@ -269,7 +257,7 @@ class Engine:
     async def stop(self) -> None:
         """End all requests, release the nodes' memory and let ``run`` return. May be called twice."""
         self._stopping.set()
-        self._post(Stopped())
+        self._events.post(Stopped())
         if self._running:
             await self._over.wait()
         else:
@@ -277,11 +265,11 @@ class Engine:
 
     def note_reachable(self, reachable: ReachableNodes) -> None:
         """Report a cluster change. If a node of the pipeline is gone, the epoch or its preparation ends."""
-        self._post(ClusterChanged(reachable=reachable))
+        self._events.post(ClusterChanged(reachable=reachable))
 
     def move_to(self, plan: EpochPlacement) -> None:
         """Propose to move the stages to another placement."""
-        self._post(MoveProposed(plan=plan))
+        self._events.post(MoveProposed(plan=plan))
 
     # Events in, commands out
 
@@ -302,34 +290,13 @@ class Engine:
         self._show()
         await self._carry_out_all(commands)
         while going():
-            event = await self._next_event()
-            if isinstance(event, _Bug):
-                raise event.error
+            event = await self._events.next(wake_at_s=self._core.wake_at_s)
             if isinstance(event, EpochEnded):
                 await self._leave_epoch(event)
             self._log_failure(event)
             commands = self._core.handle(event, self._now_s())
             self._show()
             await self._carry_out_all(commands)
-
-    async def _next_event(self) -> Event | _Bug:
-        while not self._events:
-            self._arrived.clear()
-            wake_at_s = self._core.wake_at_s
-            try:
-                async with asyncio.timeout(None if wake_at_s is None else max(0.0, wake_at_s - self._now_s())):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return Tick()
-        return self._events.popleft()
-
-    def _post(self, event: Event | _Bug) -> None:
-        """Queue an event. A newer event from outside replaces a queued one of its kind."""
-        if isinstance(event, ClusterChanged | MoveProposed | Stopped):
-            for older in [queued for queued in self._events if type(queued) is type(event)]:
-                self._events.remove(older)
-        self._events.append(event)
-        self._arrived.set()
 
     async def _carry_out_all(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -373,7 +340,7 @@ class Engine:
         try:
             await work
         except Exception as exc:
-            self._post(_Bug(exc))
+            self._events.fail(exc)
 
     async def _abandon(self) -> None:
         """Cancel the attempt's work and close the epoch that it may have opened."""
@@ -390,18 +357,20 @@ class Engine:
                 command.spec, quarantined=command.quarantined, quarantined_links=command.quarantined_links
             )
         except EdgepipeError as error:
-            self._post(PlanningFailed(attempt=command.attempt, error=error))
+            self._events.post(PlanningFailed(attempt=command.attempt, error=error))
         else:
-            self._post(Planned(attempt=command.attempt, plan=plan))
+            self._events.post(Planned(attempt=command.attempt, plan=plan))
 
     async def _prepare(self, command: Prepare) -> None:
         preparation = self._preparation = self._new_preparation(command.placement, fresh=command.fresh)
         try:
             sites = await preparation.prepare()
         except EdgepipeError as error:
-            self._post(PreparationFailed(attempt=command.attempt, error=error, node_id=preparation.failed))
+            self._events.post(PreparationFailed(attempt=command.attempt, error=error, node_id=preparation.failed))
         else:
-            self._post(StagesLoaded(attempt=command.attempt, sites=tuple(sites), crashes=tuple(self._crashes(sites))))
+            self._events.post(
+                StagesLoaded(attempt=command.attempt, sites=tuple(sites), crashes=tuple(self._losses.crashes(sites)))
+            )
 
     async def _open(self, command: Open) -> None:
         epoch, sites = command.placement.epoch, list(command.sites)
@@ -416,10 +385,10 @@ class Engine:
                 await run.close()
                 raise
         except EdgepipeError as error:
-            self._post(OpeningFailed(attempt=command.attempt, error=error, missed=missed))
+            self._events.post(OpeningFailed(attempt=command.attempt, error=error, missed=missed))
         else:
             self._candidate = run
-            self._post(Opened(attempt=command.attempt))
+            self._events.post(Opened(attempt=command.attempt))
 
     def _resume(self, placement: Placement) -> None:
         """Resume requests in the epoch that has opened."""
@@ -449,57 +418,7 @@ class Engine:
         error = await run.drive(self._stopping)
         self._table.pause()
         if error is not None:
-            self._post(self._ended(run, error))
-
-    def _ended(self, run: EngineEpoch, error: EdgepipeError) -> EpochEnded:
-        broken = run.broken_step()
-        crash = None
-        if broken is not None:
-            crash = self._crash(broken.site, broken.sequences, error, device_failed=broken.device_failed)
-        missed = run.missed()
-        return EpochEnded(
-            epoch=run.epoch,
-            error=error,
-            crash=crash,
-            node_id=run.ended_by(error) if not missed.links else None,  # a broken link is charged by itself
-            missed=missed,
-            progress=self._table.progress(),
-        )
-
-    def _crashes(self, sites: Sequence[StageSite]) -> list[Crash]:
-        """Return the steps of the last epoch that ended a process of these stages."""
-        counter, steps = self._lost_steps
-        crashes: list[Crash] = []
-        for site in sites:
-            if site.crashed_in is not None and site.crashed_in[0] == counter:
-                error = StepFailed(
-                    f"{site.label} on {site.node_name} crashed",
-                    fact=f"computing step {site.crashed_in[1]} ended its process",
-                    next_step=f"see 'edgepipe logs' on {site.node_name}",
-                    node=site.node_name,
-                    stage=site.label,
-                )
-                crashes.append(self._crash(site, steps.get(site.crashed_in[1], ()), error, new_process=True))
-        return crashes
-
-    def _crash(
-        self,
-        site: StageSite,
-        sequences: tuple[SequenceId, ...],
-        error: EdgepipeError,
-        *,
-        device_failed: bool = False,
-        new_process: bool = False,
-    ) -> Crash:
-        return Crash(
-            node_id=site.node_id,
-            sequences=sequences,
-            requests=self._table.requests_of(sequences),
-            error=error,
-            device_failed=device_failed,
-            new_process=new_process,
-            guilty=self._table.is_guilty(sequences),
-        )
+            self._events.post(self._losses.end(run, error))
 
     async def _leave_epoch(self, event: EpochEnded) -> None:
         """Close an ended epoch. Its stages keep their KV."""
@@ -598,7 +517,7 @@ class Engine:
     async def _release(self, preparation: Preparation, left: frozenset[NodeId]) -> None:
         """Release up to the epoch of ``preparation``. Stages prepared for a later epoch stay."""
         if silent := await preparation.release(sorted(left)):
-            self._post(NotReleased(node_ids=silent))
+            self._events.post(NotReleased(node_ids=silent))
 
     def _new_preparation(self, placement: Placement, *, fresh: frozenset[NodeId] = frozenset()) -> Preparation:
         return Preparation(
@@ -637,7 +556,7 @@ class Engine:
             self._status.closed(self._run)
             run, self._run = self._run, None
             self._kept = run.hand_over()
-            self._lost_steps = (run.epoch.counter, run.pump.in_flight())
+            self._losses.note(run)
             await run.close()
 
     async def _give_back(self) -> None:

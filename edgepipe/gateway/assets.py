@@ -8,7 +8,7 @@ from typing import Any
 
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.gateway.text import Detokenizer
+from edgepipe.gateway.text import TokenDecoder
 from edgepipe.store.store import StoredModel
 from edgepipe.text.conversations.known_traits import model_traits
 from edgepipe.text.conversations.traits import ModelTraits
@@ -60,7 +60,7 @@ class ModelAssets:
         """See Assets."""
         return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most, owner=owner)
 
-    def new_decoder(self) -> Detokenizer:
+    def new_decoder(self) -> TokenDecoder:
         """See Assets."""
         return self._tokenizer.detokenizer(skip_special=False)
 
@@ -72,7 +72,7 @@ class ModelAssets:
         """See Assets."""
         return self._special.get(token) or self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> Detokenizer:
+    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> TokenDecoder:
         """See Assets. Other special tokens have no text."""
         return self._tokenizer.detokenizer(keep=keep, before=before)
 

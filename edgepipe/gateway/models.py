@@ -15,7 +15,7 @@ from edgepipe.gateway.engine_types import RingMachines, RoutedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.replica_links import ReplicaLinks
-from edgepipe.gateway.text import Detokenizer
+from edgepipe.gateway.text import TokenDecoder
 from edgepipe.ids import PipelineId
 from edgepipe.spec.names import canonical_name
 from edgepipe.store.typed_names import meant_names
@@ -58,7 +58,7 @@ class Assets(Protocol):
         """
         ...
 
-    def new_decoder(self) -> Detokenizer:
+    def new_decoder(self) -> TokenDecoder:
         """Make a detokenizer for a text of its own, special tokens included."""
         ...
 
@@ -70,7 +70,7 @@ class Assets(Protocol):
         """Return the text of a single token for people: special tokens by name, incomplete characters replaced."""
         ...
 
-    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> Detokenizer:
+    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> TokenDecoder:
         """Make a detokenizer for one choice.
 
         ``keep``: special tokens that have text. ``before``: tokens whose text the choice continues; without them it

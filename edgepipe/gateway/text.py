@@ -13,7 +13,7 @@ from edgepipe.sampling import TokenLogprobs
 MAX_PART_CHARS = 16 << 10  # longest text of a delta that ``parts_of`` yields
 
 
-class Detokenizer(Protocol):
+class TokenDecoder(Protocol):
     """Turns one choice's ids into text as they arrive. ``edgepipe.text.detokenizer`` implements it."""
 
     def add(self, token: int) -> str:
@@ -138,7 +138,7 @@ class ChoiceText:
         self,
         choice: int,
         *,
-        new_detokenizer: Callable[[], Detokenizer],
+        new_detokenizer: Callable[[], TokenDecoder],
         stops: Stops,
         stop_token_ids: frozenset[int],
     ) -> None:

@@ -98,16 +98,16 @@ class Outlook(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Rows that share a step with a window."""
+class RowsBeside:
+    """Rows of a step beside a window."""
 
     rows: int  # rows of the step with one token each
     alone: bool  # no other sequence decodes
     more: int = 0  # drafts that windows of the step verify so far
     drafts: int = 0  # drafts that are made behind the step so far, for the next windows
 
-    def with_window(self, count: int, *, wanted: int) -> Share:
-        """Return the share of the next row, behind a row with ``count`` drafts that wants ``wanted`` more."""
+    def with_window(self, count: int, *, wanted: int) -> RowsBeside:
+        """Return the rows beside the next window, behind a row with ``count`` drafts that wants ``wanted`` more."""
         if not count and not wanted:
             return self
         return replace(self, more=self.more + count, drafts=self.drafts + wanted)
@@ -136,31 +136,31 @@ class Drafting:
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
         self._windows = self._drafted = self._accepted = self._ahead = 0
         self._plain_s = self._spent_s = 0.0
-        self._newest_case: tuple[Share, float, float] | None = None  # of ``_best_case``, and its result
+        self._newest_case: tuple[RowsBeside, float, float] | None = None  # of ``_best_case``, and its result
         self._newest_best = 0
 
-    def may_pay(self, share: Share) -> bool:
+    def may_pay(self, beside: RowsBeside) -> bool:
         """Return whether a window of the step, or a draft behind it, may pay. In a filled ring none does."""
-        return share.alone or not self._period_s(share.rows) or self._best_case(share) > 0
+        return beside.alone or not self._period_s(beside.rows) or self._best_case(beside) > 0
 
-    def wanted(self, own: SequenceDrafts, share: Share) -> int:
+    def wanted(self, own: SequenceDrafts, beside: RowsBeside) -> int:
         """Return how many drafts the sequence's next turn can use, at most.
 
         Before the times are known, drafts of several sequences would only delay their tokens: one measures as much.
         """
-        period_s = self._period_s(share.rows)
+        period_s = self._period_s(beside.rows)
         if not period_s:
-            return MOST_DRAFTS if share.alone else 0 if share.drafts else _TRIED
-        best_case = self._best_case(share)
+            return MOST_DRAFTS if beside.alone else 0 if beside.drafts else _TRIED
+        best_case = self._best_case(beside)
         if not best_case:  # a draft now and then measures anew what drafts take, on devices that may be less busy
-            return _TRIED if share.alone and self._draft_s() > period_s / 2 and self._tries(own) else 0
+            return _TRIED if beside.alone and self._draft_s() > period_s / 2 and self._tries(own) else 0
         if MOST_DRAFTS * self._draft_s() <= _FREE * period_s:
             return MOST_DRAFTS
         source = own.last_source or DraftSource.MODEL
         chances = [self._chance(own, source, place) for place in range(MOST_DRAFTS)]
-        return self._best(share, chances) or (min(best_case, _TRIED) if self._tries(own) else 0)
+        return self._best(beside, chances) or (min(best_case, _TRIED) if self._tries(own) else 0)
 
-    def window(self, own: SequenceDrafts, share: Share, *, most: int) -> Drafts:
+    def window(self, own: SequenceDrafts, beside: RowsBeside, *, most: int) -> Drafts:
         """Return the drafts that the sequence's next row verifies, at most ``most``, and take them."""
         drafts, own.next = own.next, NO_DRAFTS
         count = min(most, len(drafts.ids))
@@ -168,28 +168,28 @@ class Drafting:
             return NO_DRAFTS
         own.last_source = drafts.sources[0]
         chances = [self._chance(own, source, place) for place, source in enumerate(drafts.sources[:count])]
-        best = self._best(share, chances)
+        best = self._best(beside, chances)
         if best:
             own.pause, own.waited = _LEAST_PAUSE, 0
-        elif self._best(share, [1.0] * count) and self._tries(own):
+        elif self._best(beside, [1.0] * count) and self._tries(own):
             best = min(count, _TRIED)
         return Drafts(drafts.ids[:best], drafts.sources[:best])
 
-    def note(self, own: SequenceDrafts, sources: Sequence[int], *, accepted: int, share: Share) -> None:
+    def note(self, own: SequenceDrafts, sources: Sequence[int], *, accepted: int, beside: RowsBeside) -> None:
         """Count a window whose first ``accepted`` drafts were right."""
         for place, source in enumerate(sources[: accepted + 1]):
             self._note_draft(own, source, place, right=place < accepted)
         self._windows += 1
         self._drafted += len(sources)
         self._accepted += accepted
-        plain_s = self._period_s(share.rows)
-        spent_s = self._period_s(share.rows + len(sources)) + len(sources) * self._draft_s()
+        plain_s = self._period_s(beside.rows)
+        spent_s = self._period_s(beside.rows + len(sources)) + len(sources) * self._draft_s()
         self._plain_s = _FACTOR_KEPT * self._plain_s + (1 + accepted) * plain_s
         self._spent_s = _FACTOR_KEPT * self._spent_s + spent_s
 
-    def flight(self, own: SequenceDrafts, share: Share) -> Flight | None:
+    def flight(self, own: SequenceDrafts, beside: RowsBeside) -> Flight | None:
         """Return how the sequence's windows follow one another in flight; None: one at a time is as good."""
-        if self._slowest_s is None or not share.alone or own.last_source != DraftSource.MODEL:
+        if self._slowest_s is None or not beside.alone or own.last_source != DraftSource.MODEL:
             return None
         if not self._period_s(1) or not self._slowest_s(1):
             return None
@@ -197,7 +197,7 @@ class Drafting:
             self._grounded -= 1
             return None
         chances = [self._chance(own, DraftSource.MODEL, place) for place in range(_DEEPEST)]
-        found = self._faster_flight(share, chances, least=_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT)
+        found = self._faster_flight(beside, chances, least=_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT)
         if found is None:
             return None
         if self._slower():
@@ -209,12 +209,12 @@ class Drafting:
             return None
         return found
 
-    def _faster_flight(self, share: Share, chances: Sequence[float], *, least: float) -> Flight | None:
+    def _faster_flight(self, beside: RowsBeside, chances: Sequence[float], *, least: float) -> Flight | None:
         """Return the best flight; None if it gives less than ``least`` times the tokens of single windows."""
         if self._slowest_s is None:
             return None
         found = best_flight(chances, period_s=self._period_s, slowest_s=self._slowest_s, draft_s=self._draft_s())
-        single = self._single_rate(share, [*chances, *[chances[-1]] * (MOST_DRAFTS - len(chances))])
+        single = self._single_rate(beside, [*chances, *[chances[-1]] * (MOST_DRAFTS - len(chances))])
         return None if found is None or found.rate < single * least else found
 
     def _slower(self) -> bool:
@@ -230,9 +230,9 @@ class Drafting:
         """Record the tokens of a turn of a lone sequence, which has no windows in flight, and its time."""
         self._single = _KEPT_RATE * self._single[0] + tokens, _KEPT_RATE * self._single[1] + seconds
 
-    def _single_rate(self, share: Share, chances: Sequence[float]) -> float:
+    def _single_rate(self, beside: RowsBeside, chances: Sequence[float]) -> float:
         """Return the tokens per second of single windows, or without any if that is faster."""
-        count = self._best(share, chances)
+        count = self._best(beside, chances)
         tokens = sum(accumulate(chances[:count], mul, initial=1.0))
         return tokens / (self._period_s(1 + count) + count * self._draft_s())
 
@@ -267,7 +267,7 @@ class Drafting:
 
         ``chances``: for each place in the window, the probability that a draft is right if those before it are.
         """
-        lone = Share(rows=1, alone=True)
+        lone = RowsBeside(rows=1, alone=True)
         flight = self._faster_flight(lone, chances, least=_LEAST_FLIGHT)
         rate = self._single_rate(lone, chances) if flight is None else flight.rate
         return Outlook(
@@ -298,25 +298,25 @@ class Drafting:
         right, count = own.counts.get(source, (0.0, 0.0))
         return (right + _SHARED_COUNT * shared) / (count + _SHARED_COUNT)
 
-    def _best(self, share: Share, chances: Sequence[float]) -> int:
+    def _best(self, beside: RowsBeside, chances: Sequence[float]) -> int:
         """Return the number of drafts with the most tokens per second."""
-        draft_s, rows = self._draft_s(), share.rows + share.more
-        plain_s = self._period_s(rows) + share.drafts * draft_s
-        longest_s = inf if share.alone else self._period_s(share.rows) * (1 + _MOST_LONGER)
+        draft_s, rows = self._draft_s(), beside.rows + beside.more
+        plain_s = self._period_s(rows) + beside.drafts * draft_s
+        longest_s = inf if beside.alone else self._period_s(beside.rows) * (1 + _MOST_LONGER)
         best, most = 0, 1.0 + _GAIN
         for count, tokens in enumerate(accumulate(accumulate(chances, mul), initial=1.0)):
-            window_s = self._period_s(rows + count) + (share.drafts + count) * draft_s
+            window_s = self._period_s(rows + count) + (beside.drafts + count) * draft_s
             if window_s > longest_s:
                 break
             if count and plain_s * tokens > most * window_s:
                 best, most = count, plain_s * tokens / window_s
         return best
 
-    def _best_case(self, share: Share) -> int:
-        """Return the best number of drafts if all of them were right. Rows of one step mostly ask with equal shares."""
-        case = (share, self._period_s(share.rows), self._draft_s())
+    def _best_case(self, beside: RowsBeside) -> int:
+        """Return the best number of drafts if all of them were right. Rows of one step mostly ask with equal ones."""
+        case = (beside, self._period_s(beside.rows), self._draft_s())
         if case != self._newest_case:
-            self._newest_case, self._newest_best = case, self._best(share, _ALL_RIGHT)
+            self._newest_case, self._newest_best = case, self._best(beside, _ALL_RIGHT)
         return self._newest_best
 
     @staticmethod

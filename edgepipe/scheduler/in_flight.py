@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from edgepipe.backend.drafting import Drafts
 from edgepipe.backend.types import BlockCopy, TierMove
 from edgepipe.ids import StepId
-from edgepipe.scheduler.drafting import Share
+from edgepipe.scheduler.drafting import RowsBeside
 from edgepipe.scheduler.sequence import Sequence
 
 
@@ -20,13 +21,12 @@ class InFlight:
     chunks: list[tuple[Sequence, int, bool]]  # sequence, its tokens computed after the step, whether the row samples
     copies: list[BlockCopy]
     moves: tuple[TierMove, ...]  # that all stages have performed once it has retired
-    num_tokens: int
     num_sampling: int  # rows that sample
     isolated: bool
     after: StepId | None  # a step in flight whose tokens its rows begin with; None once that has retired
     home: bool  # a step may follow it
     windows: dict[int, Drafts]  # by row: drafts behind the token of a decode
-    share: Share | None  # of those windows; None without any
+    beside: RowsBeside | None  # the rows beside those windows; None without any
     followed: bool = False  # a step after this one is planned
     lot: int = 0  # see ``ScheduledStep``
     assumed: bool = False  # see ``ScheduledStep``
@@ -40,18 +40,51 @@ class InFlight:
         return [*self.decodes, *[sequence for sequence, _, samples in self.chunks if samples]]
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """Numbers of steps in flight by what they hold."""
+class StepsInFlight:
+    """The steps in flight, and their numbers by what they hold."""
 
-    decodes: int = 0  # without those that are planned ahead
-    chunks: int = 0
-    only_chunks: int = 0
+    def __init__(self) -> None:
+        self.records: deque[InFlight] = deque()  # oldest first
+        self.decodes = 0  # steps with decodes, without those that are planned ahead
+        self.chunks = 0  # steps with prompt tokens
+        self.only_chunks = 0  # steps without decodes
 
-    def add(self, step: InFlight, change: int) -> None:
-        """Count a step that is sent (``change`` 1) or retires (-1)."""
-        if step.decodes and step.after is None:
+    def add(self, record: InFlight) -> None:
+        """Add a step that is sent."""
+        self.records.append(record)
+        self._count(record, 1)
+
+    def take(self, step: StepId, *, num_rows: int) -> InFlight:
+        """Remove and return a step that retires with tokens of ``num_rows`` rows.
+
+        A step that was planned to follow it counts from now on. Raises ValueError for a step that is not in flight, and
+        for another number of rows.
+        """
+        records = self.records
+        first = bool(records) and records[0].step == step
+        place = 0 if first else next((at for at, each in enumerate(records) if each.step == step), None)
+        if place is None:
+            raise ValueError(f"step {step} is not in flight")
+        record = records[place]
+        if record.num_sampling != num_rows:
+            raise ValueError(f"step {step} samples in {record.num_sampling} rows, tokens of {num_rows} came")
+        del records[place]
+        self._count(record, -1)
+        if record.followed:
+            next(each for each in records if each.after == step).after = None
+            self.decodes += 1
+        return record
+
+    def void(self, record: InFlight) -> None:
+        """Let nothing wait for a step whose tokens mean nothing."""
+        record.void, record.followed = True, False
+        if record.after is None:  # it counts for M no more
+            record.after = record.step
+            self.decodes -= 1
+
+    def _count(self, record: InFlight, change: int) -> None:
+        if record.decodes and record.after is None:
             self.decodes += change
-        if step.chunks:
+        if record.chunks:
             self.chunks += change
-            self.only_chunks += 0 if step.decodes else change
+            self.only_chunks += 0 if record.decodes else change

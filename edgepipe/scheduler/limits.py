@@ -85,7 +85,6 @@ class SchedulerStats:
     preemptions: int  # count since the start
     admitted_tokens: int  # count since the start: known tokens of sequences when they were admitted
     cached_tokens: int  # admitted tokens found in the prefix cache
-    computed_tokens: int  # count since the start, prefill and decode
     kept_tokens: int = 0  # tokens of sequences from the previous epoch that were found still computed
     host_blocks: int = 0  # blocks of the context that host memory has room for
     host_bound: int = 0  # of these, those that may be used now: other programs may need the memory

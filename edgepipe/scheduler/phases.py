@@ -22,8 +22,8 @@ _POINTS = np.array([16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 20
 """Tokens from now at which the KV cache must hold (future points): denser where answers end."""
 
 
-class Turn(Enum):
-    """Kind of tokens in the next steps."""
+class TokenKinds(Enum):
+    """Kinds of tokens that the next steps may hold."""
 
     MIXED = auto()  # both, as for chats
     PROMPTS = auto()

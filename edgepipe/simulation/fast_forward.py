@@ -12,7 +12,7 @@ from itertools import accumulate
 from edgepipe.ids import StepId
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.scheduler.kv import Key
-from edgepipe.scheduler.phases import Turn
+from edgepipe.scheduler.phases import TokenKinds
 from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
 from edgepipe.scheduler.tables import BlockTables
 
@@ -21,22 +21,23 @@ class FastForwardScheduler(Scheduler):
     """A scheduler whose steps in flight can be repeated without scheduling each."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
-        super().__init__(limits, policy)
-        self._tables = self._forecast = _ForecastTables(limits)
+        self._forecast = _ForecastTables(limits)
+        super().__init__(limits, policy, tables=self._forecast)
 
     def steady_steps(self) -> int:
         """Return how many of the next steps need no decision: the steps in flight, in turn, each row one token further.
 
         During them no sequence ends by length and the free blocks suffice. 0 if the next step needs a decision.
         """
-        records = self._in_flight
-        if self._drafting is not None:
+        records = self._steps.records
+        if self._windows.drafting is not None:
             return 0
         admits = self._waiting.any_parked or (len(self._waiting) and self._may_admit_after_decodes)
-        admits = admits and self._turn is not Turn.DECODES  # this turn ends when the number of decodes changes
+        # A phase of decodes ends when their number changes.
+        admits = admits and self._mode.kinds is not TokenKinds.DECODES
         if self._ready or self._prompts or admits or self._forecast.has_frees or self._tables.states is not None:
             return 0
-        if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
+        if not 0 < len(records) <= self.micro_batches or not self._sizes_stay():
             return 0
         turns = NEVER
         for record in records:
@@ -54,36 +55,36 @@ class FastForwardScheduler(Scheduler):
         ``steps`` is at most ``steady_steps``. Returns the blocks in use after each. The next real step carries the
         table changes of all of them.
         """
-        turns, more = divmod(steps, len(self._in_flight))
+        records = self._steps.records
+        turns, more = divmod(steps, len(records))
         grown = [0] * steps
-        for index, record in enumerate(self._in_flight):
+        for index, record in enumerate(records):
             times = turns + (index < more)
-            self._computed_tokens += times * record.num_tokens
             for sequence in record.decodes:
                 known = len(sequence.tokens)
                 for time in range(sequence.room - known, times, self._limits.block_size):
-                    grown[time * len(self._in_flight) + index] += 1
+                    grown[time * len(records) + index] += 1
                 self._resume(sequence, [token_id] * times)
         used = accumulate(grown, initial=self.used_blocks - sum(grown))
-        self._in_flight.rotate(-more)
+        records.rotate(-more)
         self._last_step += steps
-        for step, record in enumerate(self._in_flight, start=self._last_step - len(self._in_flight) + 1):
+        for step, record in enumerate(records, start=self._last_step - len(records) + 1):
             record.step = StepId(step)
         return list(used)[1:]
 
     @property
     def _may_admit_after_decodes(self) -> bool:
         """Whether a waiting sequence may be admitted while all running sequences decode and none ends."""
-        return not self._head_does_not_fit or self._forecast.may_fit_after_decodes(self._running.values())
+        return not self._pool.head_does_not_fit or self._forecast.may_fit_after_decodes(self._running.values())
 
     def _sizes_stay(self) -> bool:
         """Return whether the policy lets each step in flight repeat at its size."""
-        sizes = [record.num_sampling for record in self._in_flight]
-        load = self._load()
+        sizes = [record.num_sampling for record in self._steps.records]
+        load = self._bounds.load()
         for index, size in enumerate(sizes):
             others = (*sizes[index + 1 :], *sizes[:index])
             come_back = load._replace(sampling_rows_in_flight=others, ready_decodes=size)
-            if self._step_policy.budget(come_back).decode_rows < size:
+            if self._mode.policy.budget(come_back).decode_rows < size:
                 return False
         return True
 

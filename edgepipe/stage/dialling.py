@@ -7,7 +7,7 @@ from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.sender import RingSender
 from edgepipe.link.shaped import Network
 from edgepipe.security.mutual_tls import Security
-from edgepipe.stage.stage_epoch import MakeLink
+from edgepipe.stage.tools import MakeLink
 from edgepipe.wire.common import Hello
 
 

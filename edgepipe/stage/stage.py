@@ -50,7 +50,8 @@ from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
-from edgepipe.stage.stage_epoch import Counters, MakeLink, StageEpoch, Tools
+from edgepipe.stage.stage_epoch import StageEpoch
+from edgepipe.stage.tools import Counters, MakeLink, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.weights.resident import dtype_of, resident_sizes
 from edgepipe.weights.weight_table import table_of

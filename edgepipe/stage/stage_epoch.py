@@ -4,95 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from edgepipe.backend.cost import work_of
-from edgepipe.backend.protocol import DraftingBackend
-from edgepipe.backend.types import DraftRow, DraftStep, Step, StepOutput, TierMove, TokenIds
-from edgepipe.clock import Clock
+from edgepipe.backend.types import Step, StepOutput, TierMove
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
-from edgepipe.link.channels import ATTEMPT_S
-from edgepipe.link.protocol import OnSample, OnStep, Outgoing, RingTarget, StepBytes
+from edgepipe.link.protocol import Outgoing, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.plain_words import plain
-from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
-from edgepipe.sampling.lookup import LookupDrafter
 from edgepipe.spec.facts import Slice
 from edgepipe.spec.memory_classes import WindowPool
-from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.draft_process import Guesser
-from edgepipe.stage.drafting import DraftWish, LookupFirst, ModelDrafter, SequenceDrafter
+from edgepipe.stage.drafting import DraftWish
 from edgepipe.stage.drafts_ahead import DraftsAhead
-from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.home import Home, HomeFeed, WayHome
 from edgepipe.stage.host_watch import HostWatch
 from edgepipe.stage.lane import Lane
-from edgepipe.stage.mtp_drafter import MtpDrafter, share_out
+from edgepipe.stage.mtp_drafter import share_out
+from edgepipe.stage.plan_check import check_plan
 from edgepipe.stage.reports import Reports
 from edgepipe.stage.retirement import Retirement
-from edgepipe.stage.sampler import SamplerPool, StepResult
+from edgepipe.stage.ring_ends import RingEnds
+from edgepipe.stage.sampler import StepResult
+from edgepipe.stage.sequence_parts import SequenceParts
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.service import Commands
 from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
-from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.pipelines import OpenRing, PipelineSpec
+from edgepipe.stage.tools import Tools
+from edgepipe.stage.trace import TraceEntry
+from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.plans import ControlCommand, StepPlan
-from edgepipe.wire.registrations import Registration, Registrations
+from edgepipe.wire.registrations import Registrations
 from edgepipe.wire.reports import Drafted, HomeTokens, LinkSample, StepDone
 from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.tiers import DiskCopies, HostRoom, PlacesBack
 
 logger = logging.getLogger(__name__)
 
-_REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
-_LEAST_WINDOW = 32  # steps
 _CHECK_S = 5.0  # time of a test step after the submitted ones; the daemon ends a device that hangs
-
-
-class MakeLink(Protocol):
-    """Creates the sending end of a link; called on the loop."""
-
-    def __call__(self, target: RingTarget, *, on_sample: OnSample) -> Outgoing:
-        """Return a sender that does not run yet."""
-        ...
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts over all epochs of a stage; written on the loop only."""
-
-    received: int = 0  # plans accepted
-    sent: int = 0  # steps passed to the next stage or reported as done
-    repeats: int = 0  # repeated plans, dropped
-    strays: int = 0  # plans and frames of other epochs, dropped
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """Parts of a stage that outlive an epoch."""
-
-    compute: ComputeThread
-    samplers: SamplerPool
-    grammars: GrammarBuilds
-    clock: Clock
-    trace: Trace
-    counters: Counters
-    dial: MakeLink
-    connect_s: float  # time for the next stage to open its end of the link
-    node: str  # name for errors
-    stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +97,6 @@ class StageEpoch:
         self._windows = windows
         self._rest_tokens = rest_tokens  # slots that a sequence needs behind its last token's
         self._kv_since = kv_since
-        self._mtp_slice = mtp_slice
         self._draft_model = draft_model
         self._disk, self._host, self._held = disk, host, held
         if disk is not None:
@@ -149,6 +107,16 @@ class StageEpoch:
         self._tools = tools
         self._tasks = asyncio.TaskGroup()  # the tasks that ``run`` starts
         self._loop = asyncio.get_running_loop()
+        self._ring = RingEnds(spec, tools.clock, connect_s=tools.connect_s)
+        self._parts = SequenceParts(
+            tools.compute,
+            tools.grammars,
+            self._tasks,
+            block_size=spec.block_size,
+            rest_tokens=rest_tokens,
+            mtp_slice=mtp_slice,
+            draft_model=draft_model,
+        )
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
@@ -157,8 +125,8 @@ class StageEpoch:
             state_slots=spec.state_slots,
             host_places=spec.host_places,
             model=model,
-            new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
-            new_drafter=self._new_drafter,
+            new_sampler=self._parts.new_sampler if any(part.head for part in spec.slices) else None,
+            new_drafter=self._parts.new_drafter,
         )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
@@ -178,7 +146,7 @@ class StageEpoch:
             self._lanes[0].lacks_tokens = self._home.lacks
         self._way_home: WayHome | None = None
         if samples and not embeds and spec.next_address:
-            self._way_home = WayHome(tools.dial(self._target(0), on_sample=_not_measured))
+            self._way_home = WayHome(tools.dial(self._ring.target(0), on_sample=_not_measured))
 
     def receiver(self, slice_index: int) -> RingReceiver | None:
         """Return the receiver of a slice's inputs; None if no other stage feeds the slice."""
@@ -254,6 +222,7 @@ class StageEpoch:
             self._disk.begin_epoch()
         self.over = True
         self._crash.cancel()
+        self._parts.close()
         self._drafts_ahead.close()
         if self._home is not None:
             self._home.close()
@@ -332,58 +301,6 @@ class StageEpoch:
             return True
         return False
 
-    def _new_sampler(self, registration: Registration, fault: EdgepipeError | None) -> SequenceSampler:
-        grammar, grammars = registration.sampling.grammar, self._tools.grammars
-        pending = PendingGrammar()
-        if grammar is not None and fault is None:
-            if (settled := grammars.settled(grammar, registration.generated)) is not None:
-                pending = settled
-            else:
-                prepared = grammars.prepare(grammar, registration.generated, pending)
-                self._tasks.create_task(prepared, name=f"grammar:{registration.sequence}")
-        return SequenceSampler(
-            registration.sampling,
-            choice=registration.choice,
-            prompt=registration.seen,
-            generated=registration.generated,
-            end_ids=registration.end_ids,
-            start_grammar=pending.state,
-            fault=fault,
-        )
-
-    def _new_drafter(self, registration: Registration, sampler: SequenceSampler) -> SequenceDrafter:
-        tokens = array("i", registration.prompt)  # a tenth of a tuple's memory
-        tokens.extend(registration.generated)
-        known = len(tokens)
-        if registration.draft == "mtp" and self._mtp_slice is not None:
-            run = partial(self._guess, self._mtp_slice)
-            own = MtpDrafter(
-                registration.sequence,
-                tokens,
-                run,
-                block_size=self.spec.block_size,
-                rest_tokens=self._rest_tokens,
-            )
-            return SequenceDrafter(lambda: LookupFirst(tokens, own), sampler, known=known, follows=own)
-        if registration.draft == "model" and (guesser := self._draft_model) is not None:
-            return SequenceDrafter(lambda: LookupFirst(tokens, ModelDrafter(tokens, guesser)), sampler, known=known)
-        model = self._tools.compute.backend.draft_model if registration.draft == "auto" else None
-        make = model.drafter if model is not None else LookupDrafter
-        return SequenceDrafter(partial(make, tokens), sampler, known=known)
-
-    def _guess(self, slice_index: int, row: Callable[[], DraftRow]) -> TokenIds:
-        """See ``RunDraft``; runs on a sampler thread."""
-        backend = self._tools.compute.backend
-        assert isinstance(backend, DraftingBackend)
-
-        def run() -> TokenIds:
-            if self.over:  # another epoch may use the blocks by now
-                return np.zeros(0, np.int32)
-            (found,) = backend.draft(DraftStep(slice_index=slice_index, rows=(row(),)))
-            return found
-
-        return self._tools.compute.wait_for(run)
-
     def _make_lane(self, part: Slice) -> Lane:
         spec = self.spec
         lane = Lane(
@@ -396,46 +313,18 @@ class StageEpoch:
         )
         local = {other.index for other in spec.slices}
         if not part.embedding and part.index - 1 not in local:
-            lane.receiver = self._make_receiver(partial(self._arrived, lane), on_held=lane.held)
+            lane.receiver = self._ring.receiver(partial(self._arrived, lane), on_held=lane.held)
         if part.index + 1 < spec.num_slices and part.index + 1 not in local:
-            lane.sender = self._tools.dial(self._target(part.index + 1), on_sample=self._reports.link)
+            lane.sender = self._tools.dial(self._ring.target(part.index + 1), on_sample=self._reports.link)
         return lane
 
     def _make_feed(self, home: Home) -> HomeFeed:
         return HomeFeed(
             home,
             self._lanes[0],
-            make_receiver=self._make_receiver,
+            make_receiver=self._ring.receiver,
             vocab_size=self._model.vocab_size,
             on_tokens=self._tokens_came,
-        )
-
-    def _make_receiver(self, on_step: OnStep, *, on_held: Callable[[], None] = lambda: None) -> RingReceiver:
-        return RingReceiver(
-            epoch=self.spec.epoch,
-            window=_window(self.spec),
-            clock=self._tools.clock,
-            on_step=on_step,
-            on_held=on_held,
-        )
-
-    def _target(self, slice_index: int) -> RingTarget:
-        spec = self.spec
-        return RingTarget(
-            address=spec.next_address,
-            opening=OpenRing(
-                pipeline_id=spec.pipeline_id,
-                epoch=spec.epoch,
-                slice=slice_index,
-                hidden_size=spec.hidden_size,
-                activation_type=spec.activation_type,
-            ),
-            # A step may retire before its credit returns, so the engine's next step may find it still queued.
-            max_queued=2 * _window(spec) + 2,
-            reach_s=_REACH_S,
-            connect_s=self._tools.connect_s,
-            deadline_s=spec.step_deadline_ms / 1e3,
-            certificate=spec.next.certificate if spec.next is not None else b"",
         )
 
     async def _write(self, replies: Replies) -> None:
@@ -540,7 +429,7 @@ class StageEpoch:
 
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
         last = self._lanes.get(plan.last_slice)
-        self._check(plan, rows, last)
+        check_plan(plan, rows, self.spec, vocab_size=self._model.vocab_size)
         self._plan_home(plan)
         if last is not None:
             self._retirement.due(plan.step)
@@ -586,27 +475,6 @@ class StageEpoch:
     def _tokens_came(self, step: StepId, ids: Sequence[int]) -> None:
         self._pump()
         self._reports.home(HomeTokens(step=step, ids=tuple(ids)))
-
-    def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
-        problem = ""
-        if plan.last_slice >= self.spec.num_slices:
-            problem = f"it ends at slice {plan.last_slice} of {self.spec.num_slices}"
-        elif last is not None and rows.logit_rows and not last.part.head:
-            problem = f"it samples at slice {plan.last_slice}, which has no head"
-        elif plan.after is not None and (plan.after >= plan.step or plan.is_bulk):
-            problem = f"it has {plan.num_tokens} tokens in {len(plan.rows)} rows and follows step {plan.after}"
-        elif (plan.assumed or plan.lot) and (plan.after is not None or plan.is_bulk or plan.home):
-            problem = "its rows assume drafts, and it has prompts, or tokens of another step"
-        elif plan.rows and 0 in self._lanes and len(plan.token_ids) != (0 if plan.after else plan.num_tokens):
-            problem = f"it has {len(plan.token_ids)} token ids for {plan.num_tokens} tokens"
-        elif plan.home and (plan.last_slice + 1 < self.spec.num_slices or not rows.logit_rows):
-            problem = "it sends tokens home and samples none"
-        elif (highest := max(plan.token_ids, default=0)) >= self._model.vocab_size:
-            problem = f"it has token id {highest}; ids go from 0 to {self._model.vocab_size - 1}"
-        elif (plan.copies or plan.moves) and not plan.rows:
-            problem = "it copies blocks and has no rows"
-        if problem:
-            raise RemoteProtocolError(f"the plan of step {plan.step} is invalid: {problem}")
 
     def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, first: bool) -> StageStep:
         started_s = self._tools.clock.monotonic_s()
@@ -785,11 +653,6 @@ class StageEpoch:
     def _report_drafted(self, drafted: Drafted) -> None:
         if not self.over:
             self._reports.drafted(drafted)
-
-
-def _window(spec: PipelineSpec) -> int:
-    """Return the credit window in steps. Its minimum avoids one credit message per step when few are in flight."""
-    return max(spec.max_in_flight, _LEAST_WINDOW)
 
 
 def _not_measured(sample: LinkSample) -> None:

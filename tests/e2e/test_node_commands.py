@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -28,6 +29,9 @@ def test_a_node_in_the_background_runs_until_node_stop(tmp_path: Path) -> None:
     finally:
         stopped = shell.run("node", "stop")
     assert (stopped.returncode, stopped.stdout) == (0, "the node has stopped\n")
+    assert (
+        json.loads(shell.run("config", "show", "--json").stdout)["name"]["value"] == "studio"
+    )  # also at its next start
     assert "node stops" in (shell.data_dir / "node.log").read_text()
     assert "node stops" not in (shell.data_dir / "start.log").read_text()  # nothing bounds that file
 

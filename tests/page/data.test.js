@@ -7,7 +7,7 @@ import { clusterNews, modelNews } from "../../edgepipe/page/data/news.js";
 import { firstTokenS, phases, quantile, withRequests } from "../../edgepipe/page/data/requests.js";
 import { EMPTY, after } from "../../edgepipe/page/data/state.js";
 import { newestEnd, stageFigures, traceJson, withSteps } from "../../edgepipe/page/data/steps.js";
-import { bytes, duration, milliseconds, short } from "../../edgepipe/page/data/units.js";
+import { bytes, duration, layers, milliseconds, short } from "../../edgepipe/page/data/units.js";
 
 test("events are the same wherever the stream is cut", () => {
   const text = ': reading 60 %\n\nevent: view\ndata: {"a":1}\n\ndata: x\ndata: y\n\n: \n\ndata: [DONE]\n\n';
@@ -39,6 +39,10 @@ test("minutes are means, the newest first", () => {
     { minutes: 0, tokens_per_s: 3, predicted: 2, running: 0 },
     { minutes: 1, tokens_per_s: 1, predicted: 2, running: 0 },
   ]);
+});
+
+test("a single layer is not shown as a range", () => {
+  assert.deepEqual(["0-35", "63-63", "63", "0-3,8-8"].map(layers), ["layers 0-35", "layer 63", "layer 63", "layers 0-3,8"]);
 });
 
 test("numbers have units that people read", () => {

@@ -14,7 +14,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
 from edgepipe.daemon.device.layer_measuring import LayerMeasuring
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
-from edgepipe.daemon.device.memory import Reservation
+from edgepipe.daemon.device.memory import DiskLedger, Reservation
 from edgepipe.daemon.device.spare import SETTLED_S, SpareStage
 from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.network.introductions import Introductions
@@ -107,8 +107,7 @@ class DeviceHost:
             node_name=node_name,
             limit_bytes=memory_limit_bytes,
             kills=memory_kills,
-            disk_free=disk_free,
-            disk_written=self._disk_written,
+            disk=DiskLedger(free=disk_free, written=self._disk_written),
         )
         self._spare = SpareStage(
             node_name=node_name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from edgepipe.backend.types import DeviceProfile
@@ -46,15 +46,13 @@ class DeviceMemory:
         node_name: str,
         limit_bytes: int,
         kills: Callable[[], int | None],
-        disk_free: Callable[[], int] = lambda: 0,
-        disk_written: Callable[[], Mapping[str, int]] = dict[str, int],
+        disk: DiskLedger,
     ) -> None:
         """
-        kills         how many processes the system has killed for lack of memory; None if it does not say
-        disk_free     bytes that are free for KV that leaves host memory
-        disk_written  bytes that stages' files of KV take, by pipeline
+        kills  how many processes the system has killed for lack of memory; None if it does not say
+        disk   promises of the disk for KV that leaves host memory, by pipeline
         """
-        self._disk = DiskLedger(free=disk_free, written=disk_written)
+        self._disk = disk
         self._node_name = node_name
         self._limit_bytes = limit_bytes
         self._kills = kills

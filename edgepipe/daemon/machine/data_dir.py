@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.private_files import make_private_folder, writable, write_private
+from edgepipe.config import name_file
 from edgepipe.errors import ConfigInvalid
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 on Linux and 103 on macOS
@@ -32,6 +33,18 @@ def log_path(data_dir: Path) -> Path:
 def tier_dir(data_dir: Path) -> Path:
     """Return the folder in which stages open files of KV that leaves host memory. The files have no names."""
     return data_dir / "kv"
+
+
+def keep_name(data_dir: Path, name: str) -> None:
+    """Keep a name that a command gave this node for later ones. Raises ConfigInvalid if it cannot be written."""
+    make_private_folder(data_dir)
+    with writable(data_dir):
+        write_private(name_file(data_dir), f"{name}\n".encode("ascii"))
+
+
+def forget_name(data_dir: Path) -> None:
+    """Let the node be called by its setting again, or as its host."""
+    name_file(data_dir).unlink(missing_ok=True)
 
 
 class DataDir:

@@ -42,6 +42,15 @@ class _Measured:
     link: LinkProfile
 
 
+def sending_s(taken_s: float, trip_s: float) -> float:
+    """Return the part of a round's seconds in which its bytes were sent.
+
+    Small frames that waited for a busy machine can take longer than a whole round. At least half of a round is taken
+    for sending, so that no link seems faster than twice what went over it.
+    """
+    return max(taken_s - trip_s, taken_s / 2)
+
+
 class LinkProbes:
     """Measures the links that leave this node."""
 
@@ -117,9 +126,9 @@ class LinkProbes:
                     trip_s = statistics.median_low(trips)
                     rate = 0.0
                     for total in _ROUND_BYTES:
-                        taken_s = await self._round(call, line, [_LARGE_BYTES] * (total // _LARGE_BYTES)) - trip_s
-                        rate = max(rate, total / max(taken_s, 1e-6))  # other work of the machines only slows a round
-                        if taken_s > _SLOW_S:
+                        taken_s = await self._round(call, line, [_LARGE_BYTES] * (total // _LARGE_BYTES))
+                        rate = max(rate, total / sending_s(taken_s, trip_s))  # other work only slows a round
+                        if taken_s - trip_s > _SLOW_S:
                             break
                 finally:
                     if carrier is not None:

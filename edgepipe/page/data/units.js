@@ -54,3 +54,9 @@ export function clock(wall_s, now_s) {
 export function short(text, most) {
   return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
 }
+
+/** Ranges such as "0-35", and "63-63" or "63" for a single layer. @param {string} ranges */
+export function layers(ranges) {
+  const each = ranges.split(",").map((range) => range.replace(/^(\d+)-\1$/, "$1"));
+  return `layer${/^\d+$/.test(each.join(",")) ? "" : "s"} ${each.join(",")}`;
+}

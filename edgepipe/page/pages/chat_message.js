@@ -1,7 +1,7 @@
 // One message of a chat, with the figures of its answer.
 import { html } from "../html.js";
 import { Copy } from "../parts.js";
-import { duration, percent, rate, whole } from "../data/units.js";
+import { duration, layers, percent, rate, whole } from "../data/units.js";
 import { Markdown } from "./markdown.js";
 
 /**
@@ -47,6 +47,6 @@ function AnswerFigures({ figures, context }) {
   ];
   return html`<p class="quiet figures-line">
     ${parts.filter(Boolean).join(" · ")}
-    ${figures.rings.map((ring, index) => html`<br />${index ? "then, after a change of the ring: " : "computed by "}${ring.stages.map((stage) => `${stage.machine} (layers ${stage.layers})`).join(" → ")}`)}
+    ${figures.rings.map((ring, index) => html`<br />${index ? "then, after a change of the ring: " : "computed by "}${ring.stages.map((stage) => `${stage.machine} (${layers(stage.layers)})`).join(" → ")}`)}
   </p>`;
 }

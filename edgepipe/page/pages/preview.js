@@ -2,7 +2,7 @@
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.js";
 import { useResult } from "../data/results.js";
-import { bytes, milliseconds, rate, whole } from "../data/units.js";
+import { bytes, layers, milliseconds, rate, whole } from "../data/units.js";
 
 /**
  * @typedef {import("../data/types.js").Task} Task
@@ -86,7 +86,7 @@ function Plan({ plan }) {
   return html`
     <p><strong>${rate(plan.one_chat_tokens_per_s)} tokens/s</strong> for one chat${plan.many_chats > 1 ? `, ${rate(plan.many_chats_tokens_per_s)} for ${whole(plan.many_chats)}` : ""}; first token of ${whole(plan.first_token_prompt_tokens)} after ${milliseconds(plan.first_token_s * 1000)}</p>
     <ul class="why">
-      ${plan.stages.map((/** @type {any} */ stage) => html`<li>${stage.node}: layers ${stage.layers}, ${bytes(stage.weight_bytes)} of weights</li>`)}
+      ${plan.stages.map((/** @type {any} */ stage) => html`<li>${stage.node}: ${layers(stage.layers)}, ${bytes(stage.weight_bytes)} of weights</li>`)}
       ${plan.left_out.map((/** @type {any} */ each) => html`<li>${each.node} is left out: ${each.reason}</li>`)}
       <li>room for ${whole(plan.kv_tokens)} tokens of context in all; slowest: ${plan.bottleneck}; ${plan.source}</li>
     </ul>

@@ -1,6 +1,6 @@
 // The ring: the stages of a model on their machines, and the ways of a token between them.
 import { html } from "../html.js";
-import { bytes, milliseconds, percent, short } from "../data/units.js";
+import { bytes, layers, milliseconds, percent, short } from "../data/units.js";
 import { MemoryBar, memoryText, total, used } from "./memory.js";
 import { CARD, layoutRing } from "./ring_layout.js";
 
@@ -31,7 +31,7 @@ export function Ring({ model, machines, width }) {
   const layout = layoutRing(stages.length, width);
   const slow = slowest(model.bottleneck);
   const moving = model.state === "ready" && model.running > 0;
-  const label = `Ring of ${model.name}: ${stages.map((stage) => `${stage.name} layers ${stage.layers}`).join(", ")}`;
+  const label = `Ring of ${model.name}: ${stages.map((stage) => `${stage.name} ${layers(stage.layers)}`).join(", ")}`;
   return html`<svg
     class="ring ${model.state}"
     role="img"
@@ -91,7 +91,7 @@ function Card({ stage, at, machine, slow }) {
     <rect class="box" width=${CARD.width} height=${CARD.height} rx="10" />
     <text class="name" x=${INNER} y="25">${short(stage.name, slow ? 15 : 22)}</text>
     ${slow ? html`<text class="tag" x=${CARD.width - INNER} y="25" text-anchor="end">slowest</text>` : null}
-    <text class="small" x=${INNER} y="45">layers ${short(stage.layers, 12)} · ${short(plainDevice(stage.device), 17)}</text>
+    <text class="small" x=${INNER} y="45">${short(layers(stage.layers), 19)} · ${short(plainDevice(stage.device), 17)}</text>
     <${MemoryBar} memory=${memory} x=${INNER} y=${57} width=${BAR} height=${20} />
     <text class="small" x=${INNER} y="93">${bytes(used(memory))} of ${bytes(total(memory))}</text>
     <text class="small" x=${CARD.width - INNER} y="93" text-anchor="end">KV ${bytes(stage.kv_bytes)}</text>

@@ -23,6 +23,7 @@ from edgepipe.cluster.trust import merge
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.daemon.device.layer_profiles import profile_key
+from edgepipe.daemon.device.memory import DiskLedger
 from edgepipe.daemon.files.batch_sources import BatchSources
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.link_probes import LinkProbes, ProbesService
@@ -260,7 +261,9 @@ class Device:
     """In place of ``DeviceHost``: checks and reserves as it does, and starts no process."""
 
     def __init__(self) -> None:
-        self._memory = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+        self._memory = DeviceMemory(
+            node_name="a", limit_bytes=0, kills=lambda: 0, disk=DiskLedger(free=lambda: 0, written=dict[str, int])
+        )
         profile = DeviceProfile(
             backend="emulated",
             device="",

@@ -29,7 +29,7 @@ from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.service import serve_control
 from edgepipe.stage.stage import Stage
-from edgepipe.stage.stage_epoch import MakeLink
+from edgepipe.stage.tools import MakeLink
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire

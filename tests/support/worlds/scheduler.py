@@ -497,8 +497,8 @@ class World:
         if (states := self.scheduler._tables.states) is not None:  # pyright: ignore[reportPrivateUsage]
             assert states.free_slots == states.num_slots
         assert not self.scheduler._tables._kv._coming, "somebody would be waited for in vain"  # pyright: ignore[reportPrivateUsage]
-        assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
-        assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._pool.unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._pool.num_decodes == 0  # pyright: ignore[reportPrivateUsage]
 
     def _check_new(self, step: ScheduledStep) -> None:
         """No block is written while somebody else's table or step in flight holds it. Tables advance as at a stage."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgepipe.config import Timeouts, child_environment, load_config
+from edgepipe.daemon.machine.data_dir import forget_name, keep_name
 from edgepipe.errors import ConfigInvalid
 
 
@@ -92,3 +93,27 @@ def test_every_profile_notices_death_later_than_a_lost_beat() -> None:
     for timeouts in (Timeouts.loopback(), Timeouts.lan(), Timeouts.wifi()):
         assert 4 * timeouts.beat_interval_s < timeouts.dead_min_s <= timeouts.dead_max_s
         assert timeouts.redial_max_s <= 2.0
+
+
+def test_a_node_keeps_the_name_of_its_last_command_until_a_setting_says_another(tmp_path: Path) -> None:
+    def names(variables: dict[str, str], *, name: str | None = None) -> tuple[str, str]:
+        environ = variables | {"EDGEPIPE_DATA_DIR": str(tmp_path)}
+        loaded = load_config({"name": name}, environ=environ, file=_empty(tmp_path))
+        return loaded.values.name, loaded.origins["name"]
+
+    before = names({})
+    keep_name(tmp_path, "studio")
+    assert names({}) == ("studio", f"file {tmp_path / 'name'}")
+    assert names({"EDGEPIPE_NAME": "desk"}) == ("desk", "env EDGEPIPE_NAME")
+    assert names({}, name="den") == ("den", "flag")
+    (tmp_path / "name").write_text("no name: it has spaces\n")
+    assert names({}) == before
+    keep_name(tmp_path, "studio")
+    forget_name(tmp_path)
+    assert names({}) == before
+
+
+def _empty(folder: Path) -> Path:
+    file = folder / "config.toml"
+    file.touch()
+    return file

@@ -11,6 +11,7 @@ from edgepipe.backend.types import DEFAULT_SETTINGS, BackendOptions, DeviceProfi
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
+from edgepipe.daemon.device.memory import DiskLedger
 from edgepipe.daemon.serving.capacity import rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import placed_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
@@ -52,7 +53,9 @@ def profile(**settings: str) -> DeviceProfile:
 
 
 def memory(measured: DeviceProfile) -> DeviceMemory:
-    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+    made = DeviceMemory(
+        node_name="a", limit_bytes=0, kills=lambda: 0, disk=DiskLedger(free=lambda: 0, written=dict[str, int])
+    )
     made.measured(measured)
     return made
 

@@ -13,6 +13,7 @@ from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, StageSettings
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.memory import DiskLedger
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
@@ -56,7 +57,9 @@ def memory(*kv_forms: str) -> DeviceMemory:
         flops=0.0,
         kv_forms=kv_forms,
     )
-    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
+    made = DeviceMemory(
+        node_name="a", limit_bytes=0, kills=lambda: 0, disk=DiskLedger(free=lambda: 0, written=dict[str, int])
+    )
     made.measured(profile)
     return made
 

@@ -10,6 +10,7 @@ from edgepipe_emulated import EmulatedBackend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, StageSettings
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.memory import DiskLedger
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.spec.facts import LayerRange, make_slices
@@ -38,7 +39,9 @@ def prepare(kv_ram: str, pipeline: str = "p", kv_disk: str = "") -> PrepareReque
 
 
 def memory(profile: DeviceProfile) -> DeviceMemory:
-    made = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0, disk_free=lambda: 50 * GB)
+    made = DeviceMemory(
+        node_name="a", limit_bytes=0, kills=lambda: 0, disk=DiskLedger(free=lambda: 50 * GB, written=dict[str, int])
+    )
     made.measured(profile)
     return made
 
@@ -134,7 +137,7 @@ def test_engines_share_the_disk_s_free_space() -> None:
     """Of 50 GB, 40 are promised; 10 of them have been written, so that 40 are free and 10 are left for others."""
     free, written = [50 * GB], dict[str, int]()
     held = DeviceMemory(
-        node_name="a", limit_bytes=0, kills=lambda: 0, disk_free=lambda: free[0], disk_written=lambda: written
+        node_name="a", limit_bytes=0, kills=lambda: 0, disk=DiskLedger(free=lambda: free[0], written=lambda: written)
     )
     held.measured(GPU)
     held.reserve(prepare("1000000000", kv_disk=str(40 * GB)), CONFIG, WEIGHTS)

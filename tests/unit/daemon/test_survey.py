@@ -10,7 +10,7 @@ import pytest
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSettings
-from edgepipe.daemon.network.link_probes import LinkProbes
+from edgepipe.daemon.network.link_probes import LinkProbes, sending_s
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, ConnectTimeout, ModelUnknown, NodeUnreachable
@@ -256,3 +256,13 @@ async def test_a_lone_machine_is_not_measured_before_it_serves() -> None:
     await surveyor(peers).survey(MODEL, KV_IN_8_BITS)
     await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS, to_serve=True)
     assert not any(known_only for _, known_only, _ in peers.layers[1:])
+
+
+@pytest.mark.parametrize(
+    ("taken_s", "trip_s", "expected_s"),
+    [(1.0, 0.1, 0.9), (1.0, 0.75, 0.5), (1.0, 1.0, 0.5), (1.0, 14.0, 0.5)],
+)
+def test_a_link_is_not_taken_for_faster_than_twice_what_went_over_it(
+    taken_s: float, trip_s: float, expected_s: float
+) -> None:
+    assert sending_s(taken_s, trip_s) == pytest.approx(expected_s)

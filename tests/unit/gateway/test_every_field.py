@@ -19,7 +19,7 @@ from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.protocols.anthropic.body import CountBody, MessagesBody
-from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
+from edgepipe.gateway.protocols.ollama.body import OllamaChatBody, OllamaGenerateBody, OllamaMessage, Options, ShowBody
 from edgepipe.gateway.protocols.responses.body import ResponsesBody
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
 from edgepipe.gateway.strict_body import StrictBody, validate
@@ -244,7 +244,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any]
     "ollama messages.0": (
         "/api/chat",
         {"model": "tiny", "messages": USER},
-        Turn,
+        OllamaMessage,
         {
             "role": "system",
             "content": "ho",

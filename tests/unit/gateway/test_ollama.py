@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from edgepipe.gateway.protocols.ollama.body import Turn
+from edgepipe.gateway.protocols.ollama.body import OllamaMessage
 from tests.support.gateways.fake_engine import CONTEXT, FakeEngine
 from tests.support.gateways.server import Served, serving
 
@@ -224,7 +224,7 @@ async def test_what_clients_ask_first(served: Served) -> None:
 async def test_calls_keep_their_ids_so_that_results_find_them() -> None:
     """LangChain sends results in any order, with the ids of their calls."""
     calls = [{"id": name, "function": {"name": "look", "arguments": {"at": name}}} for name in ("x", "y")]
-    turn = Turn.model_validate({"role": "assistant", "tool_calls": [*calls, {"function": {"name": "look"}}]})
+    turn = OllamaMessage.model_validate({"role": "assistant", "tool_calls": [*calls, {"function": {"name": "look"}}]})
     assert [call["id"] for call in turn.fields(1)["tool_calls"]] == ["x", "y", "call_1_2"]
 
 

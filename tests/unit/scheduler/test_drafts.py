@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgepipe.backend.drafting import MOST_DRAFTS, Drafts, DraftSource
 from edgepipe.scheduler import EndReason, Policy, Scheduler, SchedulerLimits, ThrottledPolicy
-from edgepipe.scheduler.drafting import Drafting, SequenceDrafts, Share
+from edgepipe.scheduler.drafting import Drafting, RowsBeside, SequenceDrafts
 from edgepipe.spec.drafting import draft_way
 from tests.support.worlds.scheduler import World, limits, reference, spec, stateful, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, pipelines, play, policies
@@ -19,7 +19,7 @@ from tests.unit.scheduler.test_state_properties import pipelines as stateful_pip
 from tests.unit.scheduler.test_window_properties import pipelines as windowed_pipelines
 
 MODEL = DraftSource.MODEL
-ALONE = Share(rows=1, alone=True)
+ALONE = RowsBeside(rows=1, alone=True)
 acceptances = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 either = st.one_of(pipelines, windowed_pipelines, stateful_pipelines)
 
@@ -139,7 +139,7 @@ def run_turns(
         while right < len(drafts.ids) and chance.random() < acceptance(tokens):
             right += 1
         if drafts.ids:
-            drafting.note(own, drafts.sources, accepted=right, share=ALONE)
+            drafting.note(own, drafts.sources, accepted=right, beside=ALONE)
         tokens += 1 + right
     return tokens * period_s(1) / seconds
 
@@ -203,7 +203,7 @@ def _fixed(acceptance: float, count: int) -> float:
 def test_no_window_lengthens_the_tokens_of_others_by_more_than_a_little() -> None:
     drafting = Drafting(experts, lambda: 0.0)
     own = SequenceDrafts(next=Drafts((1, 2, 3), (DraftSource.GRAMMAR,) * 3))
-    others = Share(rows=1, alone=False)
+    others = RowsBeside(rows=1, alone=False)
     assert drafting.wanted(own, others) == 0
     assert drafting.window(own, others, most=3) == Drafts()
 
@@ -215,13 +215,13 @@ def test_all_drafts_and_windows_of_a_step_together_lengthen_the_tokens_of_others
     def period_s(rows: int) -> float:
         return 0.03 + 0.0001 * rows
 
-    drafting, share = Drafting(period_s, lambda: draft_s), Share(rows=chats, alone=False)
+    drafting, beside = Drafting(period_s, lambda: draft_s), RowsBeside(rows=chats, alone=False)
     for chat in range(chats):
         own = SequenceDrafts(next=Drafts((1, 2, 3), (DraftSource.GRAMMAR,) * 3) if chat < 4 else Drafts())
-        count = len(drafting.window(own, share, most=3).ids)
-        share = share.with_window(count, wanted=drafting.wanted(own, share))
-    longer_s = period_s(chats + share.more) + share.drafts * draft_s
-    assert share.more + share.drafts > 0
+        count = len(drafting.window(own, beside, most=3).ids)
+        beside = beside.with_window(count, wanted=drafting.wanted(own, beside))
+    longer_s = period_s(chats + beside.more) + beside.drafts * draft_s
+    assert beside.more + beside.drafts > 0
     assert longer_s <= 1.03 * period_s(chats)
 
 
@@ -241,7 +241,7 @@ def test_nothing_is_tried_before_the_times_are_known() -> None:
     own = SequenceDrafts(next=Drafts((1,), (MODEL,)))
     assert drafting.window(own, ALONE, most=3) == Drafts()
     assert drafting.wanted(own, ALONE) == MOST_DRAFTS
-    others = Share(rows=8, alone=False)
+    others = RowsBeside(rows=8, alone=False)
     assert drafting.may_pay(others)
     assert drafting.wanted(own, others) == 1, "one measures what drafts take"
     assert drafting.wanted(own, others.with_window(0, wanted=1)) == 0, "more would only delay the others"
@@ -252,9 +252,9 @@ def test_in_a_filled_ring_no_sequence_is_asked_until_it_empties() -> None:
     asked: list[SequenceDrafts] = []
 
     class Counted(Drafting):
-        def wanted(self, own: SequenceDrafts, share: Share) -> int:
+        def wanted(self, own: SequenceDrafts, beside: RowsBeside) -> int:
             asked.append(own)
-            return super().wanted(own, share)
+            return super().wanted(own, beside)
 
     world = World(limits(num_blocks=512, micro_batches=1), ThrottledPolicy(), 1.0)
     world.scheduler.set_drafting(Counted(lambda rows: 0.010 + 0.0005 * rows, lambda: 0.0005))

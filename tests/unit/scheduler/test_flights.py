@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from edgepipe.backend.drafting import Drafts, DraftSource
 from edgepipe.ids import StepId
 from edgepipe.scheduler import EndReason, Policy, SchedulerLimits, ThrottledPolicy
-from edgepipe.scheduler.drafting import Drafting, SequenceDrafts, Share
+from edgepipe.scheduler.drafting import Drafting, RowsBeside, SequenceDrafts
 from edgepipe.scheduler.flights import DraftChain, Flight, best_flight
 from tests.support.worlds.scheduler import World, limits, reference, spec, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, pipelines, play, policies
 from tests.unit.scheduler.test_window_properties import pipelines as windowed_pipelines
 
 MODEL = DraftSource.MODEL
-ALONE = Share(rows=1, alone=True)
+ALONE = RowsBeside(rows=1, alone=True)
 acceptances = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 either = st.one_of(pipelines, windowed_pipelines)
 
@@ -124,9 +124,9 @@ def test_on_one_stage_nothing_flies() -> None:
 def test_a_flight_must_promise_a_tenth_more_than_single_windows(right: float, flies: bool) -> None:
     drafting, own = Drafting(turn_s, lambda: 0.0005, slowest_s), SequenceDrafts(last_source=MODEL)
     for turn in range(300):
-        drafting.note(own, (MODEL,), accepted=int(turn % 10 < 10 * right), share=ALONE)
+        drafting.note(own, (MODEL,), accepted=int(turn % 10 < 10 * right), beside=ALONE)
     assert (drafting.flight(own, ALONE) is not None) == flies
-    assert drafting.flight(own, Share(rows=1, alone=False)) is None
+    assert drafting.flight(own, RowsBeside(rows=1, alone=False)) is None
     assert Drafting(turn_s, lambda: 0.0005).flight(own, ALONE) is None
     own.last_source = DraftSource.LOOKUP
     assert drafting.flight(own, ALONE) is None

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from edgepipe.scheduler import KVPool, SarathiPolicy, ScheduledStep, Scheduler, SchedulerLimits
+from edgepipe.scheduler import KVPool, SarathiPolicy, ScheduledStep, SchedulerLimits
+from edgepipe.scheduler.sequence_pool import SequencePool
 from edgepipe.scheduler.tables import BlockTables
 from tests.support.worlds.scheduler import World, limits, reference, spec, stateful, windowed
 
@@ -126,7 +127,7 @@ def check_starts(kind: str, scenes: Iterable[Scene], monkeypatch: pytest.MonkeyP
     for scene in scenes:
         steps = play(kind, *scene)
         with monkeypatch.context() as always:
-            always.setattr(Scheduler, "_head_does_not_fit", property(lambda _: False, lambda *_: None), raising=False)
+            always.setattr(SequencePool, "head_does_not_fit", property(lambda _: False, lambda *_: None), raising=False)
             assert steps == play(kind, *scene), scene
 
 

@@ -63,14 +63,14 @@ Blocks = Annotated[
 Block.model_rebuild()
 
 
-class Turn(WithoutNulls):
+class AnthropicMessage(WithoutNulls):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
     @model_validator(mode="after")
-    def _knows_blocks(self) -> Turn:
+    def _knows_blocks(self) -> AnthropicMessage:
         """Refuse blocks that the model cannot read where a person gives them.
 
         Results of tools and earlier answers may have them: clients send the whole chat again, so it would end there.

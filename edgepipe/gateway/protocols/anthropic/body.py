@@ -10,7 +10,7 @@ from pydantic import AfterValidator, AliasChoices, Field, model_validator
 from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.other_fields import ANTHROPIC, RefusedFields
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.protocols.anthropic.blocks import Block, Blocks, Turn, instructions
+from edgepipe.gateway.protocols.anthropic.blocks import AnthropicMessage, Block, Blocks, instructions
 from edgepipe.gateway.raw_fields import MAX_SCHEMA_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS, JsonSize
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
@@ -37,7 +37,7 @@ def _only_text(blocks: list[Block]) -> list[Block]:
     return blocks
 
 
-def _bounded(turns: list[Turn]) -> list[Turn]:
+def _bounded(turns: list[AnthropicMessage]) -> list[AnthropicMessage]:
     if sum(turn.num_blocks for turn in turns) > _MAX_BLOCKS:
         raise ValueError(f"they have more than {_MAX_BLOCKS} blocks together")
     if turns[-1].role == "assistant":
@@ -141,7 +141,7 @@ class CountBody(StrictBody):
     spelt: ClassVar[bool] = True
 
     model: Text | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
     system: Annotated[Blocks, AfterValidator(_only_text)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_few)] | None = None
     tool_choice: ToolChoiceBody | None = None

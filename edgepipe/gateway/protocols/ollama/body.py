@@ -73,7 +73,7 @@ class OllamaCall(WithoutNulls):
     function: CalledFunction
 
 
-class Turn(WithoutNulls):
+class OllamaMessage(WithoutNulls):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -85,7 +85,7 @@ class Turn(WithoutNulls):
     thinking: LongText | None = None
 
     @model_validator(mode="after")
-    def _has_result(self) -> Turn:
+    def _has_result(self) -> OllamaMessage:
         if self.role == "tool" and not {"content", "tool_name", "tool_call_id"} & self.model_fields_set:
             raise misfit("content", "content is required for role 'tool'")
         return self
@@ -160,7 +160,7 @@ class OllamaBody(WithoutNulls):
 class OllamaChatBody(OllamaBody):
     """``POST /api/chat``."""
 
-    messages: Annotated[list[Turn], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)]
     tools: RawTools | None = None
 
 
