@@ -51,7 +51,7 @@ def draft_forecast(found: Plan, cluster: Cluster) -> DraftForecast | None:
         num_bytes=sizes.draft_model or sizes.of_mtp(stage.part),
         draft_s=draft_s,
         right=right.shares,
-        count=outlook.count,
+        count=outlook.drafts,
         in_flight=outlook.in_flight,
         factor=outlook.factor,
         tokens_per_s=found.single.tokens_per_s * outlook.factor,

@@ -92,7 +92,7 @@ class DraftStats:
 class Outlook(NamedTuple):
     """What drafts promise to a lone sequence."""
 
-    count: int  # drafts of a window, which are all of its tokens where windows follow one another in flight
+    drafts: int  # of a window; all of its tokens are drafts where windows follow one another in flight
     in_flight: int  # windows
     factor: float  # see ``DraftStats``
 
@@ -271,7 +271,7 @@ class Drafting:
         flight = self._faster_flight(lone, chances, least=_LEAST_FLIGHT)
         rate = self._single_rate(lone, chances) if flight is None else flight.rate
         return Outlook(
-            count=self._best(lone, chances) if flight is None else flight.lot,
+            drafts=self._best(lone, chances) if flight is None else flight.lot,
             in_flight=1 if flight is None else flight.windows,
             factor=rate * self._period_s(1),
         )
