@@ -79,11 +79,13 @@ class SequenceDrafter:
             return self._drafter.propose(new, count)
 
     def heard(self, tokens: Sequence[int]) -> None:
-        """Take tokens behind which no drafts are wanted."""
+        """Take tokens behind which no drafts are wanted. All rows of a filled ring come here."""
         with self._lock:
-            self._see_told()
-            self._see(tokens)
-            self._chain = []
+            if self._told:
+                self._see_told()
+            self._new += tokens
+            self._known += len(tokens)
+            self._chain.clear()
 
     def took(self, step: StepId, tokens: Sequence[int]) -> None:
         """Note tokens of a step. Never waits."""
