@@ -46,7 +46,7 @@ class DraftWindows:
         return self._beside(len(builder.decodes)) if builder.windows else None
 
     def wanted(self, sequence: Sequence, beside: RowsBeside | None) -> int:
-        """Return how many drafts the sequence's next row can use; ``beside`` is None where none would pay."""
+        """Return how many drafts the sequence's next row can use; without ``beside``, none would pay."""
         return 0 if self.drafting is None or beside is None else self.drafting.wanted(sequence.drafts, beside)
 
     def add_decode(
