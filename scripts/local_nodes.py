@@ -11,13 +11,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from anyio.from_thread import start_blocking_portal
+from rest import await_rest
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster
@@ -37,7 +38,6 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 START_S = 90.0
 ANSWER_S = 300.0
 _STARTS_S = 0.5  # until a process that is started shows processor time
-_REST_S, _REST_SHARE = 1.0, 0.1  # time without work, and what all processes may take of a core meanwhile
 _LAST_TIMINGS_S = 0.3  # stages tell of a step within a tenth of a second
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -109,25 +109,8 @@ def settle() -> None:
     Some seconds after a model is served, each node starts another stage process to have it at hand. That start takes
     one to five seconds of processor time, which a measurement would count.
     """
-    deadline = time.monotonic() + START_S
     time.sleep(SETTLED_S + _STARTS_S)
-    used = _children_s()
-    while time.monotonic() < deadline:
-        time.sleep(_REST_S)
-        before, used = used, _children_s()
-        if used - before < _REST_SHARE * _REST_S:
-            return
-    raise RuntimeError("the nodes' processes do not rest")
-
-
-def _children_s() -> float:
-    """Return the processor time of all processes that this one has started and that run."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+    await_rest(within_s=START_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

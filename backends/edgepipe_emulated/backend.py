@@ -194,7 +194,8 @@ class EmulatedBackend:
         pools = self._need_pools()
         check_states(step.rows, self._states.num_slots)
         groups = self._groups[step.slice_index]
-        return prepare_step(step, pools=pools, weights=loaded.weights, groups=groups, kv=self._settings.kv)
+        prepared = prepare_step(step, pools=pools, weights=loaded.weights, groups=groups, kv=self._settings.kv)
+        return replace(prepared, device_s=loaded.costs[step.slice_index].step_s(work_of(step)))
 
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -206,7 +207,7 @@ class EmulatedBackend:
         loaded, pools = self._need_loaded(), self._need_pools()
         part = loaded.slices[prepared.step.slice_index]
         moving_s = sum(self._move_s[move.number] for move in prepared.step.moves)
-        done_at_s = self._queue.enqueue(moving_s + loaded.costs[part.index].step_s(work_of(prepared.step)))
+        done_at_s = self._queue.enqueue(moving_s + prepared.device_s)
         state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
         for move in prepared.step.moves:
             (self._states if move.number == len(pools) else pools[move.number]).move(move)

@@ -68,6 +68,7 @@ class PreparedStep:
     row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
     rests: tuple[Rests, ...] = ()  # one for each class; empty: the form of KV has no spans
+    device_s: float = 0.0  # its time on the device, without jitter and moves
 
     @property
     def num_tokens(self) -> int:

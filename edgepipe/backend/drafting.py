@@ -123,6 +123,7 @@ class ImaginedDrafts:
     acceptance: Acceptance
     token_s: float  # seconds that a draft takes
     by_place: RightByPlace = RightByPlace((1.0,))  # factor on ``acceptance``
+    goes_on: bool = True  # see ``ChainDrafter``
 
     def right(self, position: int, place: int) -> float:
         """Return the probability that a draft is right: the token at ``position``, at ``place`` in its window."""
@@ -131,7 +132,7 @@ class ImaginedDrafts:
     @classmethod
     def by_own_layer(cls, token_s: float) -> ImaginedDrafts:
         """Return the drafts of the model's own layer; ``token_s``: seconds of each."""
-        return cls(acceptance=Acceptance("1"), token_s=token_s, by_place=MTP_RIGHT)
+        return cls(acceptance=Acceptance("1"), token_s=token_s, by_place=MTP_RIGHT, goes_on=False)
 
     @classmethod
     def of(cls, text: str) -> ImaginedDrafts:

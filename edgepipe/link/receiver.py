@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from edgepipe.clock import Clock
 from edgepipe.errors import RemoteProtocolError
@@ -28,13 +28,16 @@ class Grant:
     sample: LinkSample | None
 
 
-@dataclass(slots=True)
-class _FirstPiece:
+class _FirstPiece(NamedTuple):
     """The first piece of a class's newest step."""
 
     sent_us: int = 0  # sender's wall clock
     received_us: int = 0  # receiver's wall clock
     total_bytes: int = 0  # bytes of all steps that had come, this piece included
+
+
+_Whole = tuple[StepId, int, _FirstPiece, int, int]
+"""A step, its bytes, its first piece, the wall clock at its last piece, and the bytes that came between the two."""
 
 
 class Feed(Protocol):
@@ -60,12 +63,12 @@ class RingReceiver:
     ) -> None:
         self.epoch = epoch
         self._assemblers = (Assembler(window=window), Assembler(window=window))  # express, bulk
-        self._firsts = (_FirstPiece(), _FirstPiece())
+        self._firsts = [_FirstPiece(), _FirstPiece()]
         self._total_bytes = 0  # bytes of all frames
         self._clock = clock
         self._on_step = on_step
         self._on_held = on_held  # called when bytes come before their plan
-        self._sample: LinkSample | None = None
+        self._newest: _Whole | None = None  # not granted yet
         self._feed: Feed | None = None
         self._window = window
         self._ungranted = 0  # steps taken since the last grant
@@ -99,10 +102,20 @@ class RingReceiver:
 
     def grant(self) -> Grant:
         """Return what the sender may do now, and the newest measurement, once."""
-        sample, self._sample = self._sample, None
+        newest, self._newest = self._newest, None
         self._ungranted = 0
-        if sample is not None:
-            sample = replace(sample, told_us=self._now_us())
+        sample = None
+        if newest is not None:
+            step, num_bytes, first, last_received_us, spread_bytes = newest
+            sample = LinkSample(
+                step=step,
+                num_bytes=num_bytes,
+                first_sent_us=first.sent_us,
+                first_received_us=first.received_us,
+                last_received_us=last_received_us,
+                spread_bytes=spread_bytes,
+                told_us=self._now_us(),
+            )
         express, bulk = self._assemblers
         return Grant(
             step=express.complete,
@@ -117,15 +130,16 @@ class RingReceiver:
         self._total_bytes += len(data)
         self._check_class(step, bulk=bulk)
         if chunk == 0:
-            first = self._firsts[bulk]
-            first.sent_us, first.received_us, first.total_bytes = sent_us, self._now_us(), self._total_bytes
-        whole = self._assemblers[bulk].add(step, chunk, data)
-        if held_bytes := self._held_bytes:
+            self._firsts[bulk] = _FirstPiece(sent_us, self._now_us(), self._total_bytes)
+        assembler = self._assemblers[bulk]
+        whole = assembler.add(step, chunk, data)
+        if assembler.held_bytes:
             self._on_held()
-            if held_bytes > MAX_HELD_BYTES:
+            if self._held_bytes > MAX_HELD_BYTES:
                 self._room.clear()
         if whole is not None:
-            self._sample = self._measured(step, whole.nbytes, bulk=bulk)
+            first = self._firsts[bulk]
+            self._newest = (step, whole.nbytes, first, self._now_us(), self._total_bytes - first.total_bytes)
             self._on_step(step, whole, bulk)
 
     async def room(self) -> None:
@@ -166,17 +180,6 @@ class RingReceiver:
                 f"the plan and the activations of step {step} disagree on its class",
                 fact="steps with prompt tokens are bulk, others are not",
             )
-
-    def _measured(self, step: StepId, num_bytes: int, *, bulk: bool) -> LinkSample:
-        first = self._firsts[bulk]
-        return LinkSample(
-            step=step,
-            num_bytes=num_bytes,
-            first_sent_us=first.sent_us,
-            first_received_us=first.received_us,
-            last_received_us=self._now_us(),
-            spread_bytes=self._total_bytes - first.total_bytes,
-        )
 
     def _now_us(self) -> int:
         return int(self._clock.wall_s() * 1e6)

@@ -11,6 +11,7 @@ from edgepipe.planner.forecast import Ring
 from edgepipe.planner.plan import Plan
 from edgepipe.planner.profiles import Machine
 from edgepipe.scheduler.drafting import Drafting
+from edgepipe.scheduler.flights import windows_may_fly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class DraftForecast:
     num_bytes: int  # its memory there; with KV for a draft model, whose KV is not the plan's
     draft_s: float  # time of one draft
     right: tuple[float, ...]  # assumed share of right drafts by place, see ``RightByPlace``
-    count: int  # drafts of a turn that give most; 0: none would pay
+    count: int  # drafts of a window that give most; 0: none would pay
+    in_flight: int  # windows that follow one another in flight
     factor: float  # tokens per second over those without drafts
     tokens_per_s: float
 
@@ -37,17 +39,30 @@ def draft_forecast(found: Plan, cluster: Cluster) -> DraftForecast | None:
     sizes = stage.machine.room.sizes(demand.config, demand.weights)
     draft_s = _draft_s(found, stage.machine)
     ring = Ring(demand, found.placed, {machine.node_id: machine for machine in cluster.machines}, cluster.links)
-    count, factor = Drafting(lambda rows: ring.of(1, rows).turn_s, lambda: draft_s).forecast(right.by_place)
+    drafting = Drafting(
+        lambda rows: ring.of(1, rows).turn_s,
+        lambda: draft_s,
+        (lambda rows: ring.of(1, rows).server_s) if source == "model" and _may_fly(found) else None,
+    )
+    outlook = drafting.forecast(right.by_place)
     return DraftForecast(
         source=source,
         machine=stage.machine.name,
         num_bytes=sizes.draft_model or sizes.of_mtp(stage.part),
         draft_s=draft_s,
         right=right.shares,
-        count=count,
-        factor=factor,
-        tokens_per_s=found.single.tokens_per_s * factor,
+        count=outlook.drafts,
+        in_flight=outlook.in_flight,
+        factor=outlook.factor,
+        tokens_per_s=found.single.tokens_per_s * outlook.factor,
     )
+
+
+def _may_fly(found: Plan) -> bool:
+    """Return whether windows of drafts may follow one another in flight on the plan's stages."""
+    recurrent = any(layer.recurrent is not None for layer in found.demand.config.layers)
+    rest_tokens = max(stage.machine.room.rest_tokens for stage in found.stages)
+    return windows_may_fly(recurrent=recurrent, rest_tokens=rest_tokens)
 
 
 def _draft_s(found: Plan, machine: Machine) -> float:

@@ -103,6 +103,11 @@ class TableSpeed:
         """See ``Speed.with_ram_percent``."""
         return TableSpeed(self._cost.with_ram_percent(percent), expert_shares=self._shares)
 
+    @property
+    def base_s(self) -> float:
+        """Seconds of a step without layers, by the data sheet."""
+        return self._none.step_s(StepWork.of_rows([0], [1], logit_rows=0))
+
     def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
         """See ``Speed.token_s``."""
         whole = self._cost.of_model(config, weights).slice_cost(whole_slice(config))
@@ -182,9 +187,13 @@ class MeasuredSpeed:
         return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
 
     def token_s(self, config: ModelConfig, weights: WeightTable, *, context_tokens: int) -> float:
-        """See ``Speed.token_s``: by the data sheet, in the proportion of the measured layers to the sheet's."""
+        """See ``Speed.token_s``: layers by the data sheet, in the proportion of the measured ones to the sheet's.
+
+        The time that no layer takes is the measured one. A small model's token is short, so that counts.
+        """
         ratio = self._decode_s(1) / self._mean_sheet_s(1, self._probed)
-        return ratio * self._probed.token_s(config, weights, context_tokens=context_tokens)
+        layers_s = self._probed.token_s(config, weights, context_tokens=context_tokens) - self._probed.base_s
+        return self._profile.base_s + ratio * layers_s
 
     def _decode_s(self, rows: int) -> float:
         """Return the mean layer's time at ``decode_context``."""

@@ -30,7 +30,8 @@ def ban(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> Non
     if mask is not None:
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(row)).view(np.bool_)
         np.putmask(row, ~allowed, -np.inf)
-    row[tokens] = -np.inf
+    if len(tokens):
+        row[tokens] = -np.inf
 
 
 def choose_from_row(row: Logits, params: SamplingParams, uniform: float, scratch: Logits) -> int:

@@ -33,6 +33,7 @@ class Sampled:
     error: EdgepipeError | None = None  # reason why the sequence ends; ``token`` is then invalid
 
 
+_NO_SCRATCH: Logits = np.empty(0, np.float32)  # the highest logit of a row is found without
 SKIPPED = Sampled(-1)
 """Result of a row whose logits mean nothing: its window has ended before it."""
 
@@ -48,7 +49,9 @@ def sample(logits: Logits, rows: Sequence[SampleRow]) -> list[Sampled]:
     """
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"{len(rows)} rows for logits of shape {list(logits.shape)}")
-    scratch = np.empty(logits.shape[1], np.float32)
+    params = [row.sampler.params for row in rows]
+    needs_scratch = any(not each.greedy or each.logprobs for each in params)
+    scratch = np.empty(logits.shape[1], np.float32) if needs_scratch else _NO_SCRATCH
     return along_windows(rows, lambda index, row: _sample_row(logits[index], row, scratch))
 
 
@@ -82,7 +85,8 @@ def _sample_row(logits: Logits, row: SampleRow, scratch: Logits) -> Sampled:
             raw = logits.copy() if scores is not None else logits
             sampler.edits.apply(logits)
             ban(logits, *sampler.allowed(row.position))
-            token = choose_from_row(logits, params, sampler.uniform(row.position), scratch)
+            uniform = 0.0 if params.greedy else sampler.uniform(row.position)
+            token = choose_from_row(logits, params, uniform, scratch)
             sampler.took(token)
     except EdgepipeError as exc:
         return Sampled(0, error=exc)

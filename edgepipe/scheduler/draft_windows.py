@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 
 from edgepipe.backend.drafting import NO_DRAFTS, Drafts
 from edgepipe.scheduler.drafting import Drafting, DraftStats, RowsBeside
+from edgepipe.scheduler.flights import windows_may_fly
 from edgepipe.scheduler.in_flight import InFlight, StepsInFlight
 from edgepipe.scheduler.limits import SchedulerLimits
 from edgepipe.scheduler.sequence import Phase, Sequence
@@ -88,13 +89,10 @@ class DraftWindows:
     def _begin_flight(
         self, drafting: Drafting, builder: StepBuilder, sequence: Sequence, beside: RowsBeside, *, may_fly: bool
     ) -> bool:
-        """Begin a run of windows in flight with the sequence's newest token, if that pays. Return whether it does.
-
-        Recurrent layers would need slots for each window, and KV in 4 bits rounds tokens that a void window would have
-        to bring back. Then windows follow one another one at a time.
-        """
+        """Begin a run of windows in flight with the sequence's newest token, if that pays. Return whether it does."""
         own, limits = sequence.drafts, self._limits
-        able = sequence.may_fly and not sequence.alone and limits.states is None and not limits.rest_tokens
+        able = sequence.may_fly and not sequence.alone
+        able = able and windows_may_fly(recurrent=limits.states is not None, rest_tokens=limits.rest_tokens)
         alone = may_fly and not self._pool.unscheduled_prefill and not builder.decodes
         before, own.flight = own.flight, drafting.flight(own, beside) if able and alone else None
         if own.flight is None:

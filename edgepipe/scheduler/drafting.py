@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import inf, prod
+from math import inf
 from operator import mul
+from typing import NamedTuple
 
 from edgepipe.backend.drafting import MOST_DRAFTS, NO_DRAFTS, Drafts, DraftSource
 from edgepipe.scheduler.flights import DraftChain, Flight, Judged, best_flight
@@ -86,6 +87,14 @@ class DraftStats:
     accepted: int = 0
     factor: float = 0.0  # tokens per second over those without drafts, of the last windows, as predicted; 0: no window
     ahead: int = 0  # windows that began before the tokens of the one before them were known
+
+
+class Outlook(NamedTuple):
+    """What drafts promise to a lone sequence."""
+
+    drafts: int  # of a window; all of its tokens are drafts where windows follow one another in flight
+    in_flight: int  # windows
+    factor: float  # see ``DraftStats``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +197,8 @@ class Drafting:
             self._grounded -= 1
             return None
         chances = [self._chance(own, DraftSource.MODEL, place) for place in range(_DEEPEST)]
-        found = best_flight(chances, period_s=self._period_s, slowest_s=self._slowest_s, draft_s=self._draft_s())
-        single = self._single_rate(beside, [*chances, *[chances[-1]] * (MOST_DRAFTS - _DEEPEST)])
-        if found is None or found.rate < single * (_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT):
+        found = self._faster_flight(beside, chances, least=_LEAST_FLIGHT if own.flight is None else _KEPT_FLIGHT)
+        if found is None:
             return None
         if self._slower():
             self._grounded, self._pause = self._pause, min(2 * self._pause, _MOST_GROUNDED)
@@ -200,6 +208,14 @@ class Drafting:
             self._runs, self._flown = 0, (0.0, 0.0)
             return None
         return found
+
+    def _faster_flight(self, beside: RowsBeside, chances: Sequence[float], *, least: float) -> Flight | None:
+        """Return the best flight; None if it gives less than ``least`` times the tokens of single windows."""
+        if self._slowest_s is None:
+            return None
+        found = best_flight(chances, period_s=self._period_s, slowest_s=self._slowest_s, draft_s=self._draft_s())
+        single = self._single_rate(beside, [*chances, *[chances[-1]] * (MOST_DRAFTS - len(chances))])
+        return None if found is None or found.rate < single * least else found
 
     def _slower(self) -> bool:
         """Return whether windows in flight were measured to give fewer tokens per second than single ones.
@@ -246,14 +262,19 @@ class Drafting:
             self._spent_s = _FACTOR_KEPT * self._spent_s + seconds
         own.run_since_s, own.run_tokens = now_s, 0
 
-    def forecast(self, chances: Sequence[float]) -> tuple[int, float]:
-        """Return how many drafts a lone sequence's window has, and the factor, which is that of ``DraftStats``.
+    def forecast(self, chances: Sequence[float]) -> Outlook:
+        """Return the windows that a lone sequence would have.
 
         ``chances``: for each place in the window, the probability that a draft is right if those before it are.
         """
-        count = self._best(RowsBeside(rows=1, alone=True), chances)
-        tokens = sum([prod(chances[:right]) for right in range(count + 1)])
-        return count, tokens * self._period_s(1) / (self._period_s(1 + count) + count * self._draft_s())
+        lone = RowsBeside(rows=1, alone=True)
+        flight = self._faster_flight(lone, chances, least=_LEAST_FLIGHT)
+        rate = self._single_rate(lone, chances) if flight is None else flight.rate
+        return Outlook(
+            drafts=self._best(lone, chances) if flight is None else flight.lot,
+            in_flight=1 if flight is None else flight.windows,
+            factor=rate * self._period_s(1),
+        )
 
     def stats(self) -> DraftStats:
         """Return the counts."""

@@ -50,6 +50,15 @@ class Flight(NamedTuple):
         return min(MOST_CHAIN, self.lot * (self.windows + 1))
 
 
+def windows_may_fly(*, recurrent: bool, rest_tokens: int) -> bool:
+    """Return whether a model's windows may follow one another in flight.
+
+    Recurrent layers would need slots for each window, and KV in 4 bits rounds tokens that a void window would have to
+    bring back. ``rest_tokens``: see ``kv_forms.rest_tokens``.
+    """
+    return not recurrent and not rest_tokens
+
+
 def best_flight(
     chances: Sequence[float],
     *,

@@ -75,6 +75,7 @@ class _Flight:
     """A step in flight."""
 
     step: StepId
+    scheduled: ScheduledStep
     work: StepWork
     course: Course
     samplers: list[_Underway]  # requests that get a token when it is back
@@ -115,6 +116,8 @@ class _Simulation:
                 seed=cluster.ring.seed,
             )
             self._scheduler.set_drafting(self._drafts.drafting())
+            if run.drafts.goes_on and not cluster.ring.interleaved:
+                self._scheduler.plan_ahead()  # so windows may follow one another in flight
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
@@ -142,9 +145,13 @@ class _Simulation:
         )
 
     def _next_event(self) -> float:
-        """Process the next event: a step's return, or all arrivals at one moment. Return its time."""
+        """Process the next event: a step's return, drafts, or all arrivals at one moment. Return its time."""
         arrival_s = self._next_arrival_s()
         back_s = self._in_flight[0].course.back_s if self._in_flight else inf
+        if self._drafts is not None and (ready_s := self._drafts.ready_s) < min(back_s, arrival_s):
+            lot = self._drafts.take()
+            self._scheduler.add_drafts(lot.sequence, lot.drafts, position=lot.position, step=lot.step)
+            return ready_s
         if back_s <= arrival_s and self._in_flight:
             self._retire(back_s)
             return back_s
@@ -173,6 +180,7 @@ class _Simulation:
                     prompt=prompt,
                     max_tokens=request.output_tokens,
                     priority=self._run.workload.priority,
+                    may_fly=self._run.drafts is not None and self._run.drafts.goes_on,
                 )
                 self._scheduler.submit([spec])
                 return
@@ -184,6 +192,8 @@ class _Simulation:
     def _retire(self, now_s: float) -> None:
         flight = self._in_flight.popleft()
         events = self._scheduler.retire(flight.step, flight.ids, flight.drafts, now_s=now_s)
+        if self._drafts is not None:
+            self._drafts.retired(flight.scheduled, flight.ids, now_s)
         self._note(events, now_s)
         if not flight.looked_at and self._look(flight.work, flight.course):
             self._scheduler.set_micro_batches(self._wanted)
@@ -210,20 +220,25 @@ class _Simulation:
         while (step := self._scheduler.next_step()) is not None:
             self._note_cached(step)
             work = StepWork.of_rows(step.positions, step.num_tokens, logit_rows=step.num_samples)
-            course = self._traffic.send(work, now_s)
+            course = self._traffic.send(work, self._begins_s(step, now_s))
             samplers = [self._requests[sequence] for sequence in compress(step.sequences, step.samples)]
             ids: Sequence[tuple[int, ...]] = [_ROW] * len(samplers)
             drafts: Sequence[Drafts] = ()
             if self._drafts is not None:
                 ids, drafts = self._drafts.sampled(step), self._drafts.next_drafts(step)
                 course = course._replace(back_s=course.back_s + self._drafts.seconds(step))
-            self._in_flight.append(_Flight(step.step, work, course, samplers, ids, drafts))
+            self._in_flight.append(_Flight(step.step, step, work, course, samplers, ids, drafts))
             decode_rows = work.rows
             if work.tokens != decode_rows:
                 rows = zip(step.samples, step.num_tokens, strict=True)
                 decode_rows = sum([count for samples, count in rows if samples == count])
             self._record(step.step, work.tokens, decode_rows, now_s, course, self._scheduler.used_blocks)
         self._repeat()
+
+    def _begins_s(self, step: ScheduledStep, now_s: float) -> float:
+        """Return when a step begins: one that was planned ahead waits for the tokens of the step that it follows."""
+        followed = (flight.course.back_s for flight in self._in_flight if flight.step == step.after)
+        return max(now_s, next(followed, now_s))
 
     def _repeat(self) -> None:
         """Repeat steps while the scheduler has nothing to decide, and inform it once."""

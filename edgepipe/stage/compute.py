@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -243,7 +244,7 @@ class ComputeThread:
             output = self.backend.collect(oldest.ticket)
         except Exception as exc:
             self.finished += 1
-            self._times.ended(None)
+            self._later.append(partial(self._times.ended, None))
             self._mark_oldest()
             oldest.work.failed(exc)
             return
@@ -251,12 +252,13 @@ class ComputeThread:
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1
-        self._times.ended(now_s - begun_s)
         oldest.work.done(output, StepSpan(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
+        self._later.append(partial(self._times.ended, now_s - begun_s))  # nothing waits for that
 
     def _drain(self) -> None:
         while self._outstanding:
             self._collect()
+        self._tell()
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

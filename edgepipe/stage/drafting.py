@@ -64,18 +64,28 @@ class SequenceDrafter:
 
     def propose(self, tokens: Sequence[int], count: int) -> Drafts:
         """See ``Drafter.propose``."""
+        if count < 1:
+            self.heard(tokens)
+            return NO_DRAFTS
         with self._lock:
             self._see_told()
             self._see(tokens)
             self._chain = []
-            if count < 1:
-                return NO_DRAFTS
             if forced := self._forced(count):
                 return Drafts(tuple(forced), (DraftSource.GRAMMAR,) * len(forced))
             if self._drafter is None:
                 self._drafter = self._make()
             new, self._new = self._new, []
             return self._drafter.propose(new, count)
+
+    def heard(self, tokens: Sequence[int]) -> None:
+        """Take tokens behind which no drafts are wanted. All rows of a filled ring come here."""
+        with self._lock:
+            if self._told:
+                self._see_told()
+            self._new += tokens
+            self._known += len(tokens)
+            self._chain.clear()
 
     def took(self, step: StepId, tokens: Sequence[int]) -> None:
         """Note tokens of a step. Never waits."""

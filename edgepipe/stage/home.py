@@ -19,7 +19,6 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.step_work import StageStep
 from edgepipe.wire.plans import StepPlan
-from edgepipe.wire.reports import HomeTokens
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Home:
         if plan.after is None:
             return np.array(plan.token_ids, np.int32)
         with self._lock:
-            return self._tokens(plan.after, [row.sequence for row in plan.rows])
+            return self._tokens(plan.after, tuple([row.sequence for row in plan.rows]))
 
     def pause(self) -> None:
         """Pass no step on until ``resume``."""
@@ -134,11 +133,13 @@ class Home:
         work.give_inputs(tokens, arrived_s=self._clock.monotonic_s())
         return work
 
-    def _tokens(self, after: StepId, sequences: Sequence[SequenceId]) -> TokenIds | None:
+    def _tokens(self, after: StepId, sequences: tuple[SequenceId, ...]) -> TokenIds | None:
         """Return the tokens that a step sampled for the sequences."""
         sampled = self._steps.get(after)
         if sampled is None or not sampled.ids:
             return None
+        if sampled.sequences == sequences:
+            return np.array(sampled.ids, np.int32)
         tokens = dict(zip(sampled.sequences, sampled.ids, strict=True))
         return np.array([tokens[sequence] for sequence in sequences], np.int32)
 
@@ -162,7 +163,7 @@ class HomeFeed:
         *,
         make_receiver: Callable[[OnStep], RingReceiver],
         vocab_size: int,
-        on_tokens: Callable[[HomeTokens], None],
+        on_tokens: Callable[[StepId, Sequence[int]], None],
     ) -> None:
         """``on_tokens``: called when the tokens of a step came, and those of later steps may be computed."""
         self._home = home
@@ -196,10 +197,10 @@ class HomeFeed:
                 f"the last stage sent tokens of step {step} that the model does not have",
                 fact=f"{min(ids)} to {max(ids)}; ids go from 0 to {self._vocab_size - 1}",
             )
-        self.receiver.taken(bulk=bulk)
         self._home.give(step, ids)
         self._drain()
-        self._on_tokens(HomeTokens(step=step, ids=tuple(ids)))
+        self._on_tokens(step, ids)
+        self.receiver.taken(bulk=bulk)
 
     def _drain(self) -> None:
         waiting = self._waiting

@@ -96,12 +96,10 @@ class Lane:
 
     def arrive(self, step: StepId, inputs: Inputs, *, bulk: bool) -> None:
         """Take inputs for a step from the plan or from a slice of this stage."""
-        queue = self._queues[bulk]
-        queue.arrived.append((step, inputs, self._clock.monotonic_s()))
-        self._watch(queue)
+        self._queues[bulk].arrived.append((step, inputs, self._clock.monotonic_s()))
 
     def arrive_bytes(self, step: StepId, data: StepBytes, *, bulk: bool) -> None:
-        """Take inputs for a step from the link."""
+        """Take inputs for a step from the link. Then call ``watch``, once the steps that are ready have left."""
         self.arrive(step, data.view(self._kind.numpy).reshape(-1, self._hidden_size), bulk=bulk)
 
     def held(self) -> None:
@@ -109,21 +107,26 @@ class Lane:
         for queue in self._queues:
             self._watch(queue)
 
+    def watch(self, *, bulk: bool) -> None:
+        """Run or stop the deadline of a class."""
+        self._watch(self._queues[bulk])
+
     def next_ready(self) -> StageStep | None:
-        """Return the next step with its inputs; None while it waits for them.
+        """Return the next step with its inputs; None while it waits for them. Then call ``left``.
 
         That is the oldest planned step. While its activations are on their way, an express step may pass bulk ones. A
         bulk step may pass express steps that were planned ahead, while these wait for their inputs.
         """
         queue = self._next_queue()
-        if queue is None:
-            return None
-        work = queue.take()
+        return queue.take() if queue is not None else None
+
+    def left(self, work: StageStep) -> None:
+        """Note that a step is on its way to the device: its credit goes back, and the next one's deadline begins."""
         if self.receiver is not None:
             self.receiver.taken(bulk=work.bulk)
-        queue.deadline.stop()
-        self._watch(queue)
-        return work
+            queue = self._queues[work.bulk]
+            queue.deadline.stop()
+            self._watch(queue)
 
     def close(self) -> None:
         """Drop all steps and end the stream that feeds the slice."""

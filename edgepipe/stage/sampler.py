@@ -87,21 +87,25 @@ class SamplerPool:
         scored: tuple[ScoredPart, ...],
         on_result: OnResult,
         on_error: Callable[[Exception], None],
-        *,
-        here: bool = False,
     ) -> None:
-        """Sample one step; then call ``on_result`` or ``on_error``. May be called on any thread.
-
-        ``here``: on the calling thread, and not on the sampler's threads.
-        """
-        bounds = [0, len(rows)] if here else _parts(rows, most=self._num_threads)
+        """Sample one step; then call ``on_result`` or ``on_error``. May be called on any thread."""
+        bounds = _parts(rows, most=self._num_threads)
         done = partial(self._done, rows, on_result)
         job = _StepJob(self._sampler, output, rows, wishes, scored, len(bounds) - 1, done, on_error, self._clock)
-        if here:
-            job.run(0, len(rows))
-            return
         for start, end in pairwise(bounds):
             self._threads.submit(job.run, start, end)
+
+    def sample_here(
+        self,
+        output: StepOutput,
+        rows: tuple[SampleRow, ...],
+        wishes: tuple[DraftWish | None, ...],
+        scored: tuple[ScoredPart, ...],
+    ) -> StepResult:
+        """Sample one step on the calling thread. Raises what the sampler raises."""
+        started_s = self._clock.monotonic_s()
+        sampled = _sampled(self._sampler, output, rows, 0, len(rows))
+        return _result(output, rows, wishes, scored, sampled, started_s=started_s, clock=self._clock)
 
     def close(self) -> None:
         """Finish the queued steps and end the threads."""
@@ -166,36 +170,63 @@ class _StepJob:
             self._finish()
 
     def _sample(self, start: int, end: int) -> list[Sampled]:
-        rows = self._rows[start:end]
-        if not rows:
-            return []
-        if self._output.candidates is not None:
-            return sample_picked(_part_of(self._output.candidates, start, end), rows)
-        if self._output.logits is None:
-            raise RuntimeError("the head's slice gave neither logits nor candidates")
-        return list(self._sampler(self._output.logits[start:end], rows))
+        return _sampled(self._sampler, self._output, self._rows, start, end)
 
     def _finish(self) -> None:
         assert self._started_s is not None
         every = [each for start in sorted(self._sampled) for each in self._sampled[start]]
-        bounds = [*window_starts(self._rows), len(every)] if every else [0]
-        sampled = tuple([tuple(_until_skipped(every[start:end])) for start, end in pairwise(bounds)])
-        sampled_s = self._clock.monotonic_s()
         try:
-            prompts = prompt_logprobs(self._scored, self._output.scores)
-            drafts = _draft(self._wishes, sampled)
+            result = _result(
+                self._output,
+                self._rows,
+                self._wishes,
+                self._scored,
+                every,
+                started_s=self._started_s,
+                clock=self._clock,
+            )
         except Exception as exc:
             self._on_error(exc)
             return
-        late_us = sum(each.late_us for each in drafts)
-        result = StepResult(
-            sampled=sampled,
-            prompts=prompts,
-            sample_us=int((sampled_s - self._started_s) * 1e6),
-            drafts=drafts if any(each.ids for each in drafts) else (),
-            draft_us=max(0, int((self._clock.monotonic_s() - sampled_s) * 1e6) - late_us) if drafts else 0,
-        )
         self._on_result(result)
+
+
+def _sampled(sampler: Sampler, output: StepOutput, rows: tuple[SampleRow, ...], start: int, end: int) -> list[Sampled]:
+    """Sample the rows ``[start, end)``."""
+    own = rows[start:end]
+    if not own:
+        return []
+    if output.candidates is not None:
+        return sample_picked(_part_of(output.candidates, start, end), own)
+    if output.logits is None:
+        raise RuntimeError("the head's slice gave neither logits nor candidates")
+    return list(sampler(output.logits[start:end], own))
+
+
+def _result(
+    output: StepOutput,
+    rows: tuple[SampleRow, ...],
+    wishes: tuple[DraftWish | None, ...],
+    scored: tuple[ScoredPart, ...],
+    every: list[Sampled],
+    *,
+    started_s: float,
+    clock: Clock,
+) -> StepResult:
+    """Return the result of a step whose rows are sampled, with drafts behind them."""
+    bounds = [*window_starts(rows), len(every)] if every else [0]
+    sampled = tuple([tuple(_until_skipped(every[start:end])) for start, end in pairwise(bounds)])
+    sampled_s = clock.monotonic_s()
+    prompts = prompt_logprobs(scored, output.scores)
+    drafts = _draft(wishes, sampled)
+    late_us = sum(each.late_us for each in drafts)
+    return StepResult(
+        sampled=sampled,
+        prompts=prompts,
+        sample_us=int((sampled_s - started_s) * 1e6),
+        drafts=drafts if any(each.ids for each in drafts) else (),
+        draft_us=max(0, int((clock.monotonic_s() - sampled_s) * 1e6) - late_us) if drafts else 0,
+    )
 
 
 def _parts(rows: Sequence[SampleRow], *, most: int) -> list[int]:
@@ -207,7 +238,15 @@ def _parts(rows: Sequence[SampleRow], *, most: int) -> list[int]:
 
 
 def _draft(wishes: Sequence[DraftWish | None], sampled: Sequence[Sequence[Sampled]]) -> tuple[Drafts, ...]:
-    """Return the drafts of each row; of a row without a wish, or whose sequence ends with an error, none."""
+    """Return the drafts of each row; of a row without a wish, or whose sequence ends with an error, none.
+
+    Where no row can use any, drafters only hear of the tokens: a filled ring has no time for more.
+    """
+    if not any(wish is not None and (wish.count or wish.lot) for wish in wishes):
+        for wish, row in zip(wishes, sampled, strict=bool(wishes)):
+            if wish is not None and row[-1].error is None:
+                wish.drafter.heard([each.token for each in row])
+        return ()
     return tuple(
         [
             NO_DRAFTS

@@ -50,6 +50,7 @@ class SequenceState:
     sampler: SequenceSampler | None  # set if this stage has the head
     scored: bool  # whether this stage computes its prompt's log-probabilities
     drafter: SequenceDrafter | None = None  # set if this stage drafts the sequence's tokens
+    no_drafts: DraftWish | None = None  # the wish of a row that can use none; set if there is a drafter
     runs: Runs = ()  # block table from token 0, neighbouring runs merged
     num_blocks: int = 0
     windows: tuple[WindowState, ...] = ()  # its blocks of each windowed memory class
@@ -163,7 +164,8 @@ class SequenceTable:
         if registration.draft and fault is None and self._new_drafter is not None:
             drafter = self._new_drafter(registration, sampler)
         registration = replace(registration, prompt=registration.prompt if scored else (), generated=())
-        return SequenceState(registration, sampler, scored, drafter, windows=self._empty_windows())
+        no_drafts = DraftWish(drafter, 0, registration.sequence) if drafter is not None else None
+        return SequenceState(registration, sampler, scored, drafter, no_drafts, windows=self._empty_windows())
 
     def _empty_windows(self) -> tuple[WindowState, ...]:
         return tuple([WindowState() for _ in self._windows])
@@ -296,8 +298,10 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
                     SampleRow(state.sampler, position + at, draft, None if at else given)
                     for at, draft in enumerate((*own[1:], None))
                 ]
-                drafter = state.drafter
-                wishes.append(DraftWish(drafter, row.draft, row.sequence, plan.lot) if drafter is not None else None)
+                wish = state.no_drafts  # most rows of a filled ring have this one
+                if wish is not None and (row.draft or plan.lot):
+                    wish = DraftWish(wish.drafter, row.draft, row.sequence, plan.lot)
+                wishes.append(wish)
     return PlannedRows(
         rows=tuple(rows),
         logit_rows=logit_rows,

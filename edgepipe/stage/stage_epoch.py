@@ -238,28 +238,41 @@ class StageEpoch:
         span = work.span
         if work.moves and self._held is not None:
             self._held.end(work.moves)
-        self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
-        share_out(work.kept, output)
-        compute, samplers = self._tools.compute, self._tools.samplers
-        if not work.samples and not work.scored:
+        if work.kept:
+            share_out(work.kept, output)
+        if work.samples or work.scored:
+            self._sample(work, output)
+        else:
             self._loop.call_soon_threadsafe(self._after_compute, work, output)
+        self._tools.trace.append(TraceEntry(work.step, work.slice_index, span.submitted_s, span.collected_s))
+
+    def _sample(self, work: StageStep, output: StepOutput) -> None:
+        compute, samplers = self._tools.compute, self._tools.samplers
+        if work.here and (work.flies or not compute.has_waiting):
+            try:
+                result = samplers.sample_here(output, work.samples, work.wishes, work.scored)
+            except Exception as exc:
+                self.broken(work, exc)
+                return
+            self._on_result(work, output, True, result)
             return
-        # A model takes its time to draft, and a layer of this one needs the compute thread.
-        models = (compute.backend.draft_model, self._draft_model)
-        drafting = work.wants_drafts and (bool(work.kept) or any(model is not None for model in models))
-        here = samplers.is_sooner_here(work.samples) and not work.scored and not drafting and not compute.has_waiting
-        here = here or work.flies
         samplers.put(
             output,
             work.samples,
             work.wishes,
             work.scored,
-            partial(self._on_result, work, output, here),
+            partial(self._on_result, work, output, False),
             partial(self.broken, work),
-            here=here,
         )
-        if not here:
-            compute.later(lambda: self._loop.call_soon_threadsafe(self._after_compute, work, output))
+        compute.later(lambda: self._loop.call_soon_threadsafe(self._after_compute, work, output))
+
+    def _samples_here(self, rows: PlannedRows, *, flies: bool) -> bool:
+        """Return whether the compute thread samples a step itself, if nothing else waits for that thread."""
+        # A model takes its time to draft, and a layer of this one needs the compute thread.
+        models = (self._tools.compute.backend.draft_model, self._draft_model)
+        drafts = any(wish is not None and wish.count for wish in rows.wishes)
+        drafting = drafts and (bool(rows.kept) or any(model is not None for model in models))
+        return flies or (self._tools.samplers.is_sooner_here(rows.samples) and not rows.scored and not drafting)
 
     def broken(self, work: StageStep, error: Exception) -> None:
         """See ``WorkOwner.broken``; runs on the compute thread or a sampler thread."""
@@ -459,9 +472,9 @@ class StageEpoch:
                 self._tasks.create_task(self._keep(way), name="stage-home")
                 self._tasks.create_task(self._announce_home(way), name="stage-home-opened")
 
-    def _tokens_came(self, tokens: HomeTokens) -> None:
+    def _tokens_came(self, step: StepId, ids: Sequence[int]) -> None:
         self._pump()
-        self._reports.home(tokens)
+        self._reports.home(HomeTokens(step=step, ids=tuple(ids)))
 
     def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, first: bool) -> StageStep:
         started_s = self._tools.clock.monotonic_s()
@@ -476,6 +489,7 @@ class StageEpoch:
             scores=rows.score_rows if retires else None,
             next_ids=rows.next_ids if lane.part.head else None,
         )
+        flies = retires and any(wish is not None and wish.lot for wish in rows.wishes)
         prepared = self._tools.compute.backend.prepare(step)
         ready_s = self._tools.clock.monotonic_s()
         return StageStep(
@@ -491,6 +505,8 @@ class StageEpoch:
             prepare_us=int((ready_s - started_s) * 1e6),
             ready_s=ready_s,
             retires=retires,
+            flies=flies,
+            here=retires and self._samples_here(rows, flies=flies),
             samples=rows.samples if retires else (),
             wishes=rows.wishes if retires else (),
             kept=rows.kept if retires else (),
@@ -511,10 +527,11 @@ class StageEpoch:
     def _arrived(self, lane: Lane, step: StepId, data: StepBytes, bulk: bool) -> None:
         lane.arrive_bytes(step, data, bulk=bulk)
         self._pump()
+        lane.watch(bulk=bulk)
 
     def _pump(self) -> None:
-        """Pass ready steps to the compute thread, no more than it can use."""
-        for work in self._ready():
+        """Pass ready steps to the compute thread, no more than it can use. All else is done behind that."""
+        for lane, work in self._ready():
             self._in_compute += 1
             if work.retires:
                 self._retirement.begin(work.step)
@@ -522,11 +539,20 @@ class StageEpoch:
                 self._home.hold(work)
             else:
                 self._tools.compute.put(work)
+            lane.left(work)
 
-    def _ready(self) -> Iterator[StageStep]:
+    def _pump_later(self) -> None:
+        if self.over:
+            return
+        try:
+            self._pump()
+        except Exception as exc:
+            self.fault(_as_fault(exc, "a step could not be started"))
+
+    def _ready(self) -> Iterator[tuple[Lane, StageStep]]:
         for lane in () if self._paused else self._lanes.values():
             while self._has_room(lane) and (work := lane.next_ready()) is not None:
-                yield work
+                yield lane, work
 
     def _has_room(self, lane: Lane) -> bool:
         """Whether a step of the lane may be passed on. None passes a step that waits for its tokens."""
@@ -539,34 +565,41 @@ class StageEpoch:
         if self.over:
             return
         self._in_compute -= 1
+        writes = True  # another stage waits for that, so the next steps are looked for later
         try:
             if result is None:
-                self._pass_on(work, output)
+                writes = self._pass_on(work, output)
             elif self._way_home is not None and not work.flies and self._retirement.is_next(work.step):
                 rows = result.sampled
                 self._way_home.send(work.step, [row[-1].token if row[-1].error is None else 0 for row in rows])
                 self._loop.call_soon(self._sampled, work, result)  # the first stage waits, so its tokens start first
             else:
                 self._retire(work.step, result, work)
-            self._pump()
+                writes = False
+            if writes:
+                self._loop.call_soon(self._pump_later)
+            else:
+                self._pump()
         except Exception as exc:
             self.fault(_as_fault(exc, f"step {work.step} could not be passed on"))
 
-    def _pass_on(self, work: StageStep, output: StepOutput) -> None:
+    def _pass_on(self, work: StageStep, output: StepOutput) -> bool:
+        """Pass a step's activations on, if another slice follows. Return whether they go to another stage."""
         if work.retires:
             if not work.samples and not work.scored:
                 self._retire(work.step, StepResult(), work)
-            return
+            return False
         lane = self._lanes[work.slice_index]
         if output.activations is None:
             raise StepFailed(f"slice {work.slice_index} gave no activations for step {work.step}")
         if lane.sender is None:
             self._lanes[work.slice_index + 1].arrive(work.step, output.activations, bulk=work.bulk)
             self._reports.timing(work.timing())
-            return
+            return False
         lane.sender.send(work.step, output.activations, bulk=work.bulk)
         self._tools.counters.sent += 1
         self._loop.call_soon(self._report_sent, work, lane.sender)  # the next stage waits, so the write starts first
+        return True
 
     def _report_sent(self, work: StageStep, sender: Outgoing) -> None:
         if not self.over:
@@ -580,10 +613,12 @@ class StageEpoch:
         if self._home is not None:
             self._home.give(work.step, [row[-1].token if row else 0 for row in result.sampled])
         wake = self._loop.call_soon_threadsafe
-        if here:
+        if not here:
+            wake(self._sampled, work, result)
+        elif self._home is not None:  # the next step is there already
             self._tools.compute.later(lambda: wake(self._after_compute, work, output, result))
         else:
-            wake(self._sampled, work, result)
+            wake(self._after_compute, work, output, result)
 
     def _sampled(self, work: StageStep, result: StepResult) -> None:
         if self.over:

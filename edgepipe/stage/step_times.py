@@ -35,8 +35,12 @@ class StepTimes:
 
         Submitting may compile kernels, so until it returns the longer of the step's and the oldest step's limit counts.
         """
-        self._outstanding.append((self._slices.setdefault(slice_index, SliceTimes()), work))
-        self._limit_s = max(_limit_s(*self._outstanding[0]), _limit_s(*self._outstanding[-1]))
+        times = self._slices.get(slice_index)
+        if times is None:
+            times = self._slices[slice_index] = SliceTimes()
+        self._outstanding.append((times, work))
+        limit_s = _limit_s(*self._outstanding[-1])
+        self._limit_s = limit_s if len(self._outstanding) == 1 else max(limit_s, _limit_s(*self._outstanding[0]))
 
     def submitted(self) -> None:
         """Record that the device accepted the step."""

@@ -47,6 +47,8 @@ class StageStep:
         "bulk",
         "demand",
         "expert_share",
+        "flies",
+        "here",
         "kept",
         "moves",
         "num_rows",
@@ -80,6 +82,8 @@ class StageStep:
         prepare_us: int,
         ready_s: float,
         retires: bool,
+        flies: bool,
+        here: bool,
         samples: tuple[SampleRow, ...],
         wishes: tuple[DraftWish | None, ...],
         kept: tuple[KeptPart, ...],
@@ -102,6 +106,8 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.wishes = wishes  # drafts to make for each sampling row; empty: none
+        self.flies = flies  # windows of its sequence follow one another in flight: they are sampled in their order
+        self.here = here  # the compute thread samples it
         self.kept = kept  # tokens whose output drafters take
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage
@@ -128,16 +134,6 @@ class StageStep:
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step is computed once, after its inputs have arrived"
         return inputs
-
-    @property
-    def wants_drafts(self) -> bool:
-        """Whether a row's sequence can use drafts next."""
-        return any(wish is not None and wish.count > 0 and not wish.lot for wish in self.wishes)
-
-    @property
-    def flies(self) -> bool:
-        """Whether windows of its sequence follow one another in flight: they are sampled in their order."""
-        return any(wish is not None and wish.lot > 0 for wish in self.wishes)
 
     def edits(self) -> LogitEdits | None:
         """See ``Work.edits``."""

@@ -201,7 +201,7 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
     first = f"first word of a {demand.read_tokens:,}-token prompt in {format_duration_s(found.prompt.first_token_s)}"
     table.add_row("  one chat", f"{found.single.tokens_per_s:.1f} tok/s", first)
     if (drafts := shown.drafts) is not None:
-        table.add_row("  with drafts", f"{drafts.tokens_per_s:.1f} tok/s", _drafts(drafts))
+        table.add_row("  with drafts", f"{drafts.tokens_per_s:.1f} tok/s", words_of_drafts(drafts))
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
     if many.sequences > 1:
         table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
@@ -235,13 +235,14 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
         yield indented(Text(f"another order of machines might be up to {found.gap:.0%} faster", style="dim"))
 
 
-def _drafts(drafts: DraftForecast) -> str:
+def words_of_drafts(drafts: DraftForecast) -> str:
     """Describe what drafts bring to one chat."""
     shares = [f"{share:.0%}" for share in drafts.right[: max(1, drafts.count)]]
     right = f"if {', '.join(shares)} are right"
     if not drafts.count:
         return f"none pays: {format_duration_s(drafts.draft_s)} each, {right}"
-    return f"{drafts.factor:.2f}x: {drafts.count} a turn, {format_duration_s(drafts.draft_s)} each, {right}"
+    each = "a turn" if drafts.in_flight == 1 else f"in each of {drafts.in_flight} windows in flight"
+    return f"{drafts.factor:.2f}x: {drafts.count} {each}, {format_duration_s(drafts.draft_s)} each, {right}"
 
 
 def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str]]:

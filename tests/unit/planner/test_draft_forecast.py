@@ -9,13 +9,16 @@ import pytest
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.devices import parse_devices
 from edgepipe.backend.drafting import MTP_RIGHT, RIGHT, ImaginedDrafts
+from edgepipe.cli.views.plan_view import words_of_drafts
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.constraints import Constraints
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.draft_forecast import DraftForecast, draft_forecast
 from edgepipe.planner.drift import ScaledSpeed
 from edgepipe.planner.plan import Plan, plan
+from edgepipe.planner.profiles import TableSpeed
 from edgepipe.scheduler import make_policy
+from edgepipe.simulation.drafts import SimulatedDrafts
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
@@ -144,3 +147,34 @@ def test_the_model_s_own_layer_is_right_less_often_the_further_it_guesses() -> N
     assert shares == [0.8, 0.7, 0.6, 0.6, 0.6]
     falling = ImaginedDrafts.of("0.8:200,0.1,1ms")
     assert [falling.right(199, 3), falling.right(200, 0)] == [0.8, 0.1]
+
+
+def test_windows_in_flight_are_forecast_where_the_engine_would_fly_them_and_a_simulation_flies_them() -> None:
+    config, weights = named_model("gpt-oss-120b")
+    devices = ImaginedCluster(devices=["rtx4090"] * 4, config=config, weights=weights, link=LINK)
+    flies = ImaginedDrafts.of("0.7,0.5ms")
+    waits = replace(flies, goes_on=False)
+    found: dict[bool, float] = {}
+    for drafts in (flies, waits):
+        simulated = SimulatedDrafts(drafts, imagine(devices).ring.times(), in_flight=lambda: 1, seed=0)
+        outlook = simulated.drafting().forecast(RIGHT.by_place)
+        assert (outlook.in_flight > 1) == drafts.goes_on
+        found[drafts.goes_on] = _simulated_factor(devices, drafts)
+        assert found[drafts.goes_on] == pytest.approx(outlook.factor, rel=0.1)
+    assert found[True] > 1.1 * found[False]
+
+
+def test_a_plan_with_a_fast_draft_model_says_how_many_windows_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = _cluster("gpt-oss-120b", "4x rtx4090", "llama-3.2-3b:q4_k_m")
+    slow = _forecast(cluster)
+    monkeypatch.setattr(TableSpeed, "token_s", lambda *_, **__: 0.0005)
+    fast = _forecast(cluster)
+    assert fast.in_flight > 1
+    assert fast.factor > max(1.8, slow.factor)
+    assert f"{fast.count} in each of {fast.in_flight} windows in flight" in words_of_drafts(fast)
+
+
+@pytest.mark.parametrize("model", ["qwen3.6-35b-a3b:q4_k_m"])
+def test_models_with_recurrent_layers_have_one_window_at_a_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TableSpeed, "token_s", lambda *_, **__: 0.0005)
+    assert _forecast(_cluster(model, "4x rtx4090", "llama-3.2-3b:q4_k_m")).in_flight == 1

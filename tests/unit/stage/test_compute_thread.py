@@ -283,6 +283,25 @@ async def test_the_loop_hears_of_a_step_before_the_thread_waits(compute: Compute
     await asyncio.wait_for(reported.wait(), 20)
 
 
+async def test_the_loop_hears_of_a_step_before_a_call_that_may_take_long(compute: ComputeThread) -> None:
+    backend = Recorder(2)
+
+    class Sampled(Item):
+        def done(self, output: StepOutput, span: StepSpan) -> None:
+            compute.later(lambda: backend.calls.append("tell"))
+
+    compute.use(backend)  # pyright: ignore[reportArgumentType]
+    gate = threading.Event()
+    blocked = asyncio.ensure_future(compute.call(gate.wait))
+    await asyncio.sleep(0)
+    compute.put(Sampled(1))
+    called = asyncio.ensure_future(compute.call(lambda: backend.calls.append("load")))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(blocked, called)
+    assert backend.calls == ["submit 1", "collect 1", "tell", "load"]
+
+
 async def test_another_thread_waits_for_a_function_between_steps(compute: ComputeThread) -> None:
     assert await asyncio.to_thread(compute.wait_for, threading.get_ident) == await compute.call(threading.get_ident)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +15,8 @@ from edgepipe.errors import RemoteProtocolError, RequestInvalid
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
 from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, sample
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.sampling.lookup import LookupDrafter
+from edgepipe.stage.drafting import SequenceDrafter
 from edgepipe.stage.sequences import ScoredPart, SequenceTable
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_from_wire
@@ -31,7 +36,7 @@ def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registr
     )
 
 
-def new_table() -> SequenceTable:
+def new_table(new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None) -> SequenceTable:
     return SequenceTable(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -44,6 +49,7 @@ def new_table() -> SequenceTable:
             end_ids=registration.end_ids,
             fault=fault,
         ),
+        new_drafter=new_drafter,
     )
 
 
@@ -225,3 +231,17 @@ def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(registrati
     strange, plain = sample(np.zeros((2, MODEL.vocab_size), np.float32), got.samples)
     assert isinstance(strange.error, RequestInvalid)
     assert plain.error is None
+
+
+def test_rows_that_can_use_no_drafts_share_one_wish() -> None:
+    table = new_table(lambda registration, sampler: SequenceDrafter(LookupDrafter, sampler))
+    registers = begin(table, replace(register(1), draft="lookup"), register(2))
+    first = row(1, 0, 1, (0, 1), sample=1), row(2, 0, 1, (1, 1), sample=1)
+    wishes = [table.apply(plan(1, *first, registers=registers)).wishes]
+    wishes += [table.apply(plan(step, row(1, step - 1, 1, sample=1))).wishes for step in (2, 3)]
+    assert wishes[0][1] is None, "nothing drafts the other sequence"
+    assert wishes[0][0] is wishes[1][0] is wishes[2][0], "none is made for a row"
+    wanted = row(1, 3, 1, sample=1)._replace(draft=4)
+    (wish,) = table.apply(plan(4, wanted)).wishes
+    assert wish is not None
+    assert (wish.count, wish.sequence) == (4, 1)
