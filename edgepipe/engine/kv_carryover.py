@@ -25,7 +25,7 @@ class HeldNumbers(NamedTuple):
     @staticmethod
     def of(sites: Iterable[StageSite]) -> HeldNumbers:
         """Return what stages have for an engine that has ended: those of them that live on."""
-        return next((site.held_blocks for site in sites if site.held_blocks.device), HeldNumbers())
+        return next((site.held_blocks for site in sites if site.held_blocks.device), NO_NUMBERS)
 
     def on_device(self, room: int) -> int:
         """Return the number to open with on the device, where there is ``room`` for so many.
@@ -41,6 +41,8 @@ class HeldNumbers(NamedTuple):
         disk_room = disk_room if host_room else 0
         return host, self.disk if self.device and self.disk <= disk_room else disk_room
 
+
+NO_NUMBERS = HeldNumbers()
 
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
 """By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not reported."""
@@ -58,7 +60,7 @@ class KeptKV:
     def numbers(self) -> HeldNumbers:
         """What the stages have; nothing if it is empty."""
         if not self.pools.cached_blocks:
-            return HeldNumbers()
+            return NO_NUMBERS
         host = self.pools.context.host
         disk = host.disk if host is not None else None
         return HeldNumbers(

@@ -58,7 +58,10 @@ class DeviceKeys:
         self._moving[place] = move
 
     def end_move(self, place: int, move: object, key: bytes) -> None:
-        """Note that a move is done. It counts if nothing else has begun to write the place. Empty ``key``: not known."""
+        """Note that a move is done. It counts if nothing else has begun to write the place.
+
+        Empty ``key``: what came is not known.
+        """
         if self._moving.get(place) is move:
             del self._moving[place]
             if key:
