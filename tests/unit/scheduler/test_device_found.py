@@ -88,6 +88,19 @@ def test_the_slices_up_to_a_lost_one_compute_their_part_again() -> None:
     assert world.next_engine(lost=(NUM_SLICES - 1,)) is None
 
 
+def test_a_new_process_gets_no_keys_of_what_the_one_before_computed() -> None:
+    world = World(PIPELINES["shared"], ThrottledPolicy())
+    world.submit(spec(1, LENGTH, max_tokens=ANSWER), spec(2, 8, max_tokens=40))
+    while 1 not in world.ended:
+        world.go(1)
+    world.next_epoch(lost=(1,))
+    world.fill()
+    for memory in world.slices:
+        memory.obey()
+    assert not any(world.slices[1].holds(world.limits).device)
+    world.next_engine()
+
+
 def test_the_end_of_a_chat_is_evicted_before_its_beginning() -> None:
     world = told(limits(num_blocks=100))
     for memory in world.slices:
@@ -109,7 +122,7 @@ kills = st.lists(
 drafts = st.sampled_from([None, None, 0.0, 0.5, 1.0])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=on_device, policy=policies, turns=kills, acceptance=drafts, flies=st.booleans())
 def test_keys_are_right_though_engines_are_killed_at_any_moment(
     pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], acceptance: float | None, flies: bool
