@@ -131,7 +131,7 @@ class Scheduler:
 
     def take_keys(self) -> tuple[PlaceKey, ...]:
         """Return the keys that no step has carried to the stages, once no step is in flight."""
-        return () if self._in_flight else self._tables.take_keys()
+        return () if self._steps.records else self._tables.take_keys()
 
     def bound_host(self, permille: int) -> None:
         """Use only this share of host memory's places from now on. Then call ``next_given_back``."""
