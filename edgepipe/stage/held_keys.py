@@ -106,9 +106,14 @@ class HeldKeys:
 
     def append(self, number: int, run: BlockRun, *, shared: int = 0) -> None:
         """Note that steps will write blocks of a sequence's table, except the first ``shared`` ones."""
-        if shared < run.count:
-            with self._lock:
-                self._device[number].write_run(run.start + shared, run.count - shared)
+        if shared == run.count:
+            return
+        with self._lock:
+            own = self._device[number]
+            if run.count == 1:  # the usual case of a decode
+                own.write(run.start)
+            else:
+                own.write_run(run.start + shared, run.count - shared)
 
     def write_states(self, state: RowState) -> None:
         """Note that a row will write states. Its backend checks the slots."""

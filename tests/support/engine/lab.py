@@ -78,7 +78,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.stage_address = stage_address
         self.max_blocks = max_blocks
         self.max_host_blocks = self.max_disk_blocks = 0
-        self.progress: Callable[[], StageProgress] = StageProgress  # of the stage
+        self.progress: Callable[[], StageProgress] = partial(
+            StageProgress, received=0, started=0, finished=0, sent=0
+        )  # of the stage
         self.profile = profile or common_pb2.DeviceProfile()
         self.prepared: list[node_pb2.PrepareRequest] = []
         self.released: list[node_pb2.ReleaseRequest] = []
