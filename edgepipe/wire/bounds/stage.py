@@ -19,7 +19,7 @@ from edgepipe.wire.bounds.rules import (
     Tables,
 )
 
-_PLAN = Checked("edgepipe.stage.stage_epoch:StageEpoch._check")
+_PLAN = Checked("edgepipe.stage.plan_check:check_plan")
 _SLOTS = Checked("edgepipe.backend.step_layout:check_states")
 _TABLE = Checked("edgepipe.stage.sequences:SequenceTable.apply")
 _COLUMNS = Checked("edgepipe.wire.plans:plan_from_wire")
