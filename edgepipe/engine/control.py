@@ -16,7 +16,7 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProt
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
-from edgepipe.scheduler import DiskWork, GivenBack, ScheduledStep
+from edgepipe.scheduler import DiskWork, GivenBack, PlaceKey, ScheduledStep
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
@@ -26,7 +26,7 @@ from edgepipe.wire.registrations import Registration, registrations_to_wire
 from edgepipe.wire.reports import Drafted, HomeOpened, StageTimings, StepDone, done_from_wire
 from edgepipe.wire.sizes import MAX_PLANS
 from edgepipe.wire.steps import step_to_wire
-from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, PlacesBack
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, NewKeys, PlacesBack
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
 Report = StepDone | StageTimings | HomeOpened | DiskCopied | HostRoom | Drafted
@@ -56,7 +56,7 @@ class StageControl:
         self.swallowed = False  # no answer to connection attempts: a firewall, not a dead process
         self.next_unreached = False  # a fault report said that the link to the next stage failed
         self.kv_since: Epoch | None = None  # epoch since which the stage holds all KV, as its opening said
-        self.held: HeldReport | None = None  # what the stage holds below the device, once it is open
+        self.held: HeldReport | None = None  # what the stage holds, once it is open
         self._call: Any = None
         self._reports: Any = None  # the call's reports, in order
         self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # first report after opening
@@ -264,6 +264,16 @@ class StepWriter:
         """Let every stage give the memory of places in host memory back to the system. Raises StepFailed."""
         places = [PlacesBack(epoch=self._of, memory_class=each.number, places=each.places) for each in given]
         self._tell_all([stage_pb2.ControlMessage(back=to_wire(each, stage_pb2.PlacesBack)) for each in places])
+
+    def name(self, keys: Sequence[PlaceKey]) -> None:
+        """Let every stage know what steps that retired have left on the device. Raises StepFailed."""
+        new = NewKeys(
+            epoch=self._of,
+            key_class=tuple(key.number for key in keys),
+            key_place=tuple(key.place for key in keys),
+            keys=b"".join([key.key for key in keys]),
+        )
+        self._tell_all([stage_pb2.ControlMessage(keys=to_wire(new, stage_pb2.NewKeys))])
 
     def _tell_all(self, messages: Sequence[stage_pb2.ControlMessage]) -> None:
         for stage, _, _ in self._stages:

@@ -14,7 +14,7 @@ from edgepipe.clock import Clock
 from edgepipe.engine.batch_ways import BatchWays
 from edgepipe.engine.control import StageControl
 from edgepipe.engine.groups import first_error
-from edgepipe.engine.kv_carryover import KeptKV, KVSince
+from edgepipe.engine.kv_carryover import HeldNumbers, KeptKV, KVSince
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.pump import Pump, Registrar, StepNews
 from edgepipe.engine.quarantine import Missed
@@ -230,7 +230,7 @@ class EngineEpoch:
             self.pump.take_over(pools)
 
     def _adopt(self) -> None:
-        """Take over what all stages hold below the device, as they did for an engine before this one."""
+        """Take over what all stages hold, as they did for an engine before this one."""
         stages: list[StageHolds] = []
         for control in self._controls:
             assert control.held is not None, "it is open"
@@ -245,7 +245,7 @@ class EngineEpoch:
         if (found := takeover(stages)) is not None:
             self.pump.adopt(found)
             logger.info(
-                "epoch=%s found %d blocks of idle conversations in RAM or on disk", self.epoch, found.num_blocks
+                "epoch=%s found %d blocks of idle conversations in the memory of stages", self.epoch, found.num_blocks
             )
 
     def _kv_since(self) -> KVSince:
@@ -270,8 +270,8 @@ class EngineEpoch:
         classes = memory_classes(self._context.config, settings.kv)
         if spec.kv_tokens:
             num_blocks = min(num_blocks, -(-(spec.kv_tokens + classes.rest_tokens) // settings.block_size))
-        if self._kept is not None and self._kept.is_worth(num_blocks):
-            num_blocks = min(num_blocks, self._kept.pools.context.num_blocks)
+        numbers = self._kept.numbers if self._kept is not None else HeldNumbers.of(self.sites)
+        num_blocks = numbers.on_device(num_blocks)
         if num_blocks * settings.block_size <= classes.rest_tokens:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
@@ -280,12 +280,10 @@ class EngineEpoch:
                 node=smallest.node_name,
             )
         windows = classes.pools(num_blocks=num_blocks, block_size=settings.block_size)
-        host_blocks = min(site.max_host_blocks for site in self.sites)
-        if self._kept is not None and self._kept.pools.cached_blocks and self._kept.host_blocks <= host_blocks:
-            host_blocks = self._kept.host_blocks  # another number would empty the KV of all stages
-        disk_blocks = min(site.max_disk_blocks for site in self.sites) if host_blocks else 0
-        if self._kept is not None and self._kept.pools.cached_blocks and self._kept.disk_blocks <= disk_blocks:
-            disk_blocks = self._kept.disk_blocks
+        host_blocks, disk_blocks = numbers.below(
+            host_room=min(site.max_host_blocks for site in self.sites),
+            disk_room=min(site.max_disk_blocks for site in self.sites),
+        )
         return SchedulerLimits(
             num_blocks=num_blocks,
             block_size=settings.block_size,
@@ -306,7 +304,8 @@ class EngineEpoch:
     def _kv_digest(self) -> bytes:
         """Digest of what the KV of the same tokens depends on, beside a stage's layers."""
         settings = self._spec.settings
-        parts = (self._spec.manifest_hash, settings.kv, str(settings.block_size), str(settings.context_length))
+        numbers = str(settings.block_size), str(settings.context_length)
+        parts = (self._spec.manifest_hash, settings.kv, settings.activation_type.value, *numbers)
         return blake2b("\n".join(parts).encode(), digest_size=16).digest()
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
@@ -324,8 +323,8 @@ class EngineEpoch:
             state_slots=self.limits.states.num_slots if self.limits.states else 0,
             host_places=self.limits.host_places,
             disk_places=self.limits.disk_places,
-            kv_digest=self._kv_digest if self.limits.host_places else b"",
-            asks_held=self._kept is None and bool(self.limits.host_places),
+            kv_digest=self._kv_digest,
+            asks_held=self._kept is None,
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),

@@ -1,13 +1,16 @@
-"""PURE: what one stage says that its places below the device hold, as it opens."""
+"""PURE: what one stage says that its places hold, as it opens."""
 
 from __future__ import annotations
 
 from edgepipe.ids import Epoch
-from edgepipe.scheduler.held_places import HeldBelow
+from edgepipe.scheduler.held_places import HeldTiers
+from edgepipe.scheduler.host_tier import Tier
 from edgepipe.scheduler.kv import Key
 from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.sizes import KEY_BYTES, MAX_HELD
 from edgepipe.wire.tiers import HeldPlaces, keys_of
+
+_NAMES = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
 class HeldReport:
@@ -17,7 +20,9 @@ class HeldReport:
         """``spec``: what the stage was opened with."""
         self._epoch: Epoch = spec.epoch
         self._is_asked = spec.asks_held
-        self._num_places = {False: spec.host_places, True: spec.disk_places}
+        slots = (spec.state_slots,) if spec.state_slots else ()
+        device_places = (spec.num_blocks, *spec.window_blocks, *slots)
+        self._num_places = {Tier.DEVICE: device_places, Tier.HOST: spec.host_places, Tier.DISK: spec.disk_places}
         self._held = {tier: [dict[Key, int]() for _ in counts] for tier, counts in self._num_places.items()}
         self._taken = {tier: [set[int]() for _ in counts] for tier, counts in self._num_places.items()}
         self.problem = ""  # why the report does not count; empty: it does
@@ -30,14 +35,15 @@ class HeldReport:
                 for own in tiers:
                     own.clear()
 
-    def held(self) -> HeldBelow:
+    def held(self) -> HeldTiers:
         """Return what the stage holds."""
-        return HeldBelow(host=tuple(self._held[False]), disk=tuple(self._held[True]))
+        device, host, disk = [tuple(self._held[tier]) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
+        return HeldTiers(device=device, host=host, disk=disk)
 
     def _fault(self, page: HeldPlaces) -> str:
         """Take a message over. Return what is wrong with it; empty: nothing."""
-        number, counts, places = page.memory_class, self._num_places[page.on_disk], page.places
-        where = "on disk" if page.on_disk else "in host memory"
+        tier = Tier(page.tier)
+        number, counts, places, where = page.memory_class, self._num_places[tier], page.places, _NAMES[tier]
         if not self._is_asked or page.epoch != self._epoch:
             return "it tells an epoch that has not asked"
         if number >= len(counts):
@@ -46,7 +52,7 @@ class HeldReport:
             return f"it names {len(places)} places with {len(page.keys)} bytes of keys"
         if max(places) >= counts[number]:
             return f"it names place {max(places)} of {counts[number]} {where}"
-        held, taken = self._held[page.on_disk][number], self._taken[page.on_disk][number]
+        held, taken = self._held[tier][number], self._taken[tier][number]
         before = len(held)
         held.update(zip(keys_of(page.keys), places, strict=True))
         taken.update(places)

@@ -1,14 +1,48 @@
-"""KV that an epoch left in its stages, and the part that the next epoch can use."""
+"""KV that an epoch or an engine left in stages, and the part that the next epoch can use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgepipe.engine.settings import WORTH_EMPTYING
 from edgepipe.ids import Epoch
 from edgepipe.scheduler import KeptPools, SchedulerLimits
 from edgepipe.spec.facts import Slice
+
+if TYPE_CHECKING:
+    from edgepipe.engine.sites import StageSite
+
+
+class HeldNumbers(NamedTuple):
+    """Blocks of the context that stages have in each tier. Other numbers empty the KV of all stages."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @staticmethod
+    def of(sites: Iterable[StageSite]) -> HeldNumbers:
+        """Return what stages have for an engine that has ended: those of them that live on."""
+        return next((site.held_blocks for site in sites if site.held_blocks.device), NO_NUMBERS)
+
+    def on_device(self, room: int) -> int:
+        """Return the number to open with on the device, where there is ``room`` for so many.
+
+        A little more room does not justify empty stages. Much more does: a pool that once shrank would otherwise refuse
+        long prompts for ever.
+        """
+        return min(room, self.device) if self.device and room <= WORTH_EMPTYING * self.device else room
+
+    def below(self, *, host_room: int, disk_room: int) -> tuple[int, int]:
+        """Return the numbers to open with in host memory and on disk."""
+        host = self.host if self.device and self.host <= host_room else host_room
+        disk_room = disk_room if host_room else 0
+        return host, self.disk if self.device and self.disk <= disk_room else disk_room
+
+
+NO_NUMBERS = HeldNumbers()
 
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
 """By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not reported."""
@@ -23,24 +57,17 @@ class KeptKV:
     since: KVSince
 
     @property
-    def host_blocks(self) -> int:
-        """Blocks of the context in the stages' host memory."""
+    def numbers(self) -> HeldNumbers:
+        """What the stages have; nothing if it is empty."""
+        if not self.pools.cached_blocks:
+            return NO_NUMBERS
         host = self.pools.context.host
-        return host.num_places if host is not None else 0
-
-    @property
-    def disk_blocks(self) -> int:
-        """Blocks of the context on the stages' disks."""
-        host = self.pools.context.host
-        return host.disk.num_places if host is not None and host.disk is not None else 0
-
-    def is_worth(self, num_blocks: int) -> bool:
-        """Return whether to keep the number of blocks although stages have room for ``num_blocks`` now.
-
-        Another number empties the KV of all stages. A little more room does not justify that. Much more does: a pool
-        that once shrank would otherwise refuse long prompts for ever.
-        """
-        return bool(self.pools.cached_blocks) and num_blocks <= WORTH_EMPTYING * self.pools.context.num_blocks
+        disk = host.disk if host is not None else None
+        return HeldNumbers(
+            self.pools.context.num_blocks,
+            host.num_places if host is not None else 0,
+            disk.num_places if disk is not None else 0,
+        )
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
         """Return the next epoch's stages without the last epoch's KV: other processes or other layers."""

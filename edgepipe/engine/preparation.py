@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 import grpc.aio
 
 from edgepipe.engine.groups import first_error
+from edgepipe.engine.kv_carryover import HeldNumbers
 from edgepipe.engine.placing import Nodes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
@@ -185,6 +186,7 @@ class Preparation:
             max_blocks=prepared.max_blocks,
             max_host_blocks=prepared.max_host_blocks,
             max_disk_blocks=prepared.max_disk_blocks,
+            held_blocks=HeldNumbers(prepared.held_blocks, prepared.held_host_blocks, prepared.held_disk_blocks),
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
             costs=slice_costs(

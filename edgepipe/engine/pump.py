@@ -472,6 +472,8 @@ class Pump:
             self.micro_batches.sent(step, self._clock.monotonic_s())
         if steps:
             self._writer.send(steps)
+        elif self._error is None and (keys := self._scheduler.take_keys()):
+            self._writer.name(keys)
         given: list[GivenBack] = []
         while self._error is None and (back := self._scheduler.next_given_back()) is not None:
             given.append(back)

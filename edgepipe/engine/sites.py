@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from edgepipe.backend.cost import SliceCost
 from edgepipe.backend.types import PackedProducts, SlowPath
+from edgepipe.engine.kv_carryover import NO_NUMBERS, HeldNumbers
 from edgepipe.ids import NodeId, StepId
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.spec.facts import Slice
@@ -29,6 +30,7 @@ class StageSite:
     max_blocks: int
     max_host_blocks: int = 0  # in host memory
     max_disk_blocks: int = 0  # on disk below it
+    held_blocks: HeldNumbers = NO_NUMBERS  # that its process has allocated for an earlier epoch
     window_block_bytes: tuple[int, ...] = ()  # size of one block of each windowed memory class, in its layers
     state_bytes: int = 0  # size of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # ways to multiply with its packed weights

@@ -5,11 +5,12 @@ No clock, no network, no randomness. The engine drives it against real stages, t
 
 from edgepipe.scheduler.blocks import BlockAllocator
 from edgepipe.scheduler.disk_works import DiskWork
-from edgepipe.scheduler.held_places import HeldBelow, StageHolds, Takeover, takeover
-from edgepipe.scheduler.host_tier import GivenBack
+from edgepipe.scheduler.held_places import HeldTiers, StageHolds, Takeover, takeover
+from edgepipe.scheduler.host_tier import GivenBack, Tier
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import KVPool
 from edgepipe.scheduler.limits import HostRates, SchedulerLimits, SchedulerStats
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.scheduler.policy import (
     POLICIES,
     Load,
@@ -38,11 +39,12 @@ __all__ = [
     "EndReason",
     "Event",
     "GivenBack",
-    "HeldBelow",
+    "HeldTiers",
     "HostRates",
     "KVPool",
     "KeptPools",
     "Load",
+    "PlaceKey",
     "Policy",
     "Priority",
     "SarathiPolicy",
@@ -56,6 +58,7 @@ __all__ = [
     "StepBudget",
     "Takeover",
     "ThrottledPolicy",
+    "Tier",
     "TokenSampled",
     "WindowBlocks",
     "make_policy",

@@ -1,6 +1,6 @@
-"""What a new engine takes over of the blocks and snapshots that its stages hold below the device.
+"""What a new engine takes over of the blocks and snapshots that its stages hold, on the device and below it.
 
-A block is below the device only if all stages have their layers' part of it in the same place. So the tables of a new
+A block is there only if all stages have their layers' part of it in the same place. So the tables of a new
 engine begin with those keys that all stages name for the same place. All other places are free.
 
 Stages that hold nothing are new processes, or have other layers than before. As after any loss, what the stages behind
@@ -21,34 +21,36 @@ Held = Mapping[Key, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBelow:
-    """What is below the device, by memory class (``TierMove.number``)."""
+class HeldTiers:
+    """What a stage holds, by memory class (``TierMove.number``)."""
 
+    device: tuple[Held, ...]
     host: tuple[Held, ...] = ()
     disk: tuple[Held, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(self.host) or any(self.disk)
+        return any(self.device) or any(self.host) or any(self.disk)
 
 
 class StageHolds(NamedTuple):
     """One stage's report."""
 
     last_slice: int  # the highest index of its slices
-    held: HeldBelow
+    held: HeldTiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takeover:
     """What a new engine's tables begin with."""
 
-    held: HeldBelow
+    held: HeldTiers
     stale_to: int | None = None  # slices up to this one lack it; None: none does
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the context."""
-        return len({*self.held.host[0], *(self.held.disk[0] if self.held.disk else ())})
+        context = [tier[0] for tier in (self.held.device, self.held.host, self.held.disk) if tier]
+        return len(set[Key]().union(*context))
 
 
 def takeover(stages: Sequence[StageHolds]) -> Takeover | None:
@@ -57,7 +59,11 @@ def takeover(stages: Sequence[StageHolds]) -> Takeover | None:
     behind = [stage.held for stage in stages if stage.last_slice > lost]
     if not behind:
         return None
-    held = HeldBelow(host=_alike([each.host for each in behind]), disk=_alike([each.disk for each in behind]))
+    held = HeldTiers(
+        device=_alike([each.device for each in behind]),
+        host=_alike([each.host for each in behind]),
+        disk=_alike([each.disk for each in behind]),
+    )
     return Takeover(held=held, stale_to=lost if lost >= 0 else None) if held else None
 
 

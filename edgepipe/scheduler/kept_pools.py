@@ -8,6 +8,7 @@ from edgepipe.backend.types import TierMove
 from edgepipe.scheduler.disk_works import DiskWorks
 from edgepipe.scheduler.host_tier import HostTier
 from edgepipe.scheduler.kv import KVPool
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.scheduler.states import StateClass
 
 
@@ -21,6 +22,7 @@ class KeptPools:
 
     disk: DiskWorks | None = None
     moves: list[TierMove] = field(default_factory=list[TierMove])  # of the next step: the tiers of the pools add to it
+    new_keys: list[PlaceKey] = field(default_factory=list[PlaceKey])  # the pools add to it, too
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -23,6 +23,7 @@ from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.blocks import BlockAllocator, Ids, blocks_of, ids_of
 from edgepipe.scheduler.host_tier import HostTier, Tier
+from edgepipe.scheduler.place_keys import NewKeys
 
 Key = bytes
 """Hash of all tokens from a sequence's first to a block's last. It is collision-resistant: with a collision, a user
@@ -85,10 +86,16 @@ class KVPool:
     Any other pool evicts the longest-idle blocks, wherever they are.
     """
 
-    def __init__(self, num_blocks: int, *, contiguous: bool, host: HostTier | None = None) -> None:
-        """``host``: takes current blocks that are evicted."""
+    def __init__(
+        self, num_blocks: int, *, contiguous: bool, host: HostTier | None = None, new_keys: NewKeys | None = None
+    ) -> None:
+        """
+        host      takes current blocks that are evicted
+        new_keys  takes the keys of blocks that tables have computed
+        """
         self.num_blocks = num_blocks
         self.host = host
+        self._new_keys = new_keys
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
         self._by_key: dict[Key, int] = {}  # block of each key in the order of ``enter``, evicted blocks included
@@ -118,12 +125,14 @@ class KVPool:
         """Number of blocks in the cache."""
         return self._num_cached
 
-    def carry_over(self, host: HostTier | None = None, unsettled: Sequence[TierMove] = ()) -> KVPool:
+    def carry_over(
+        self, host: HostTier | None = None, unsettled: Sequence[TierMove] = (), new_keys: NewKeys | None = None
+    ) -> KVPool:
         """Return a pool for the next epoch with the same cache and without tables.
 
         unsettled  moves that not all stages have performed for certain: what they brought to the device is forgotten
         """
-        pool = KVPool(self.num_blocks, contiguous=self._contiguous, host=host)
+        pool = KVPool(self.num_blocks, contiguous=self._contiguous, host=host, new_keys=new_keys)
         pool._by_key, pool._keys = dict(self._by_key), list(self._keys)
         pool._all_idle_since[:] = self._all_idle_since
         pool._now, pool._num_idle, pool._num_cached = self._now, self._num_idle, self._num_cached
@@ -137,6 +146,15 @@ class KVPool:
             if pool._idle_since[block] != NOT_CACHED:
                 pool._forget(block)
         return pool
+
+    def adopt(self, held: Mapping[Key, int]) -> None:
+        """Begin with the blocks of an earlier engine as idle ones: blocks by key, longest unused first."""
+        for key, block in held.items():
+            self._name(block, key)
+        blocks = np.fromiter(held.values(), np.int64, len(held))
+        self._blocks.take(blocks)
+        self._make_idle(blocks[::-1])
+        self._num_cached += len(blocks)
 
     def lose(self, last_slice: int) -> None:
         """Mark all cached blocks stale: the stages up to this slice lack their KV, earlier losses included."""
@@ -159,6 +177,7 @@ class KVPool:
         if self.block_of(key) == block and block in self._stale:
             self._stale.discard(block)
             self.watch.note(key)
+            self._tell(key, block)
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Mark cached blocks stale that a sequence will compute again up to slice ``stale_to``."""
@@ -285,6 +304,7 @@ class KVPool:
         if known is not None and known not in self._stale:
             return
         self.watch.note(key)
+        self._tell(key, block)
         if known == block:
             self._stale.discard(block)
             return
@@ -421,6 +441,10 @@ class KVPool:
     def _note_stale(self, blocks: Iterable[int]) -> None:
         for block in self._stale.intersection(blocks) if self._stale else ():
             self.watch.note(self._keys[block])
+
+    def _tell(self, key: Key, block: int) -> None:
+        if self._new_keys is not None:
+            self._new_keys.note(key, block)
 
     def _name(self, block: int, key: Key) -> None:
         """Replace the block's former key with ``key``."""

@@ -51,11 +51,15 @@ class SchedulerLimits:
     rest_tokens: int = 0  # slots that a sequence needs behind its last token's, see ``kv_forms.rest_tokens``
 
     @property
-    def pool_sizes(self) -> tuple[int, ...]:
-        """Blocks of each memory class, and slots of states if there are any; behind them those below the device."""
+    def device_places(self) -> tuple[int, ...]:
+        """Blocks of each memory class, and slots of states if there are any."""
         slots = () if self.states is None else (self.states.num_slots,)
-        own = (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
-        return (*own, *self.host_places, *self.disk_places)
+        return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Places on the device, and behind them those below it."""
+        return (*self.device_places, *self.host_places, *self.disk_places)
 
     @property
     def slack_tokens(self) -> int:

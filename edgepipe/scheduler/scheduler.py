@@ -28,6 +28,7 @@ from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.lengths import AnswerLengths, Lengths
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.pacing import Chunk, Pacer
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.scheduler.policy import Policy, StepBudget
 from edgepipe.scheduler.sequence import Phase, Sequence
 from edgepipe.scheduler.sequence_pool import SequencePool
@@ -81,7 +82,7 @@ class Scheduler:
         self._tables.take_over(pools)
 
     def adopt(self, found: Takeover) -> None:
-        """Start with what stages hold below the device, of an engine that has ended, before any ``submit``."""
+        """Start with what stages hold, of an engine that has ended, before any ``submit``."""
         self._adopted = True
         self._tables.adopt(found)
 
@@ -126,7 +127,11 @@ class Scheduler:
         """Set what chooses windows of drafts. Without it, no drafts are wanted."""
         self._windows.drafting = drafting
 
-    # Below the device
+    # On the stages
+
+    def take_keys(self) -> tuple[PlaceKey, ...]:
+        """Return the keys that no step has carried to the stages, once no step is in flight."""
+        return () if self._steps.records else self._tables.take_keys()
 
     def bound_host(self, permille: int) -> None:
         """Use only this share of host memory's places from now on. Then call ``next_given_back``."""
@@ -206,7 +211,8 @@ class Scheduler:
         self._tables.note_sent(builder.copies)
         home = self._plans_ahead and not builder.replays and not builder.windows and not builder.lot
         moves = self._tables.take_moves()
-        scheduled = builder.finish(StepId(self._last_step), self._tables.pop_frees(), moves, home=home)
+        keys = self._tables.take_keys()
+        scheduled = builder.finish(StepId(self._last_step), self._tables.pop_frees(), moves, keys, home=home)
         performed = self._moves_behind + moves
         self._moves_behind = ()
         if builder.replays:

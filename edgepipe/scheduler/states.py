@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,15 +30,19 @@ from edgepipe.backend.types import RowState, StateWrite, TierMove
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.host_tier import HostTier, Tier
 from edgepipe.scheduler.kv import Key, KeyWatch
+from edgepipe.scheduler.place_keys import NewKeys
 from edgepipe.spec.memory_classes import StateSlots
 
 if TYPE_CHECKING:
     from edgepipe.scheduler.sequence import Sequence
 
 
+_UNKNOWN = 1 << 60  # more blocks than any sequence has
+
+
 class _Snapshot(NamedTuple):
     key: Key  # key of the last block before it
-    place: int  # number of blocks before it
+    place: int  # number of blocks before it; _UNKNOWN: an earlier engine knew it
 
 
 class _Pending(NamedTuple):
@@ -70,14 +75,26 @@ class StateTable:
 class StateClass:
     """The slots, their users, and the snapshots in the prefix cache."""
 
-    def __init__(self, limits: StateSlots, *, block_size: int, host: HostTier | None = None) -> None:
-        """``host``: takes current snapshots whose slots are wanted."""
+    def __init__(
+        self,
+        limits: StateSlots,
+        *,
+        block_size: int,
+        host: HostTier | None = None,
+        new_keys: NewKeys | None = None,
+    ) -> None:
+        """
+        host      takes current snapshots whose slots are wanted
+        new_keys  takes the keys of snapshots whose steps retired
+        """
         self.num_slots = limits.num_slots
         self.host = host
+        self._new_keys = new_keys
         self._gap = limits.gap
         self._block_size = block_size
         self._free = list(range(limits.num_slots - 1, -1, -1))
         self._snapshots: dict[int, _Snapshot] = {}  # the prefix cache's snapshots, each under its slot
+        self._unplaced: set[Key] = set()  # keys of snapshots whose place is not known
         self._by_key: dict[Key, int] = {}
         self._uses: dict[int, int] = {}  # rows to come that read each slot of the cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # unused slots of the cache, longest idle first
@@ -103,13 +120,35 @@ class StateClass:
         if self.host is not None:
             self.host.lose()
 
-    def carry_over(self, host: HostTier | None = None, unsettled: Seq[TierMove] = ()) -> StateClass:
+    def adopt(self, held: Mapping[Key, int]) -> None:
+        """Begin with the snapshots of an earlier engine as idle ones: slots by key, longest unused first.
+
+        A key does not say how many blocks are before its snapshot. The first prompt with these blocks does.
+        """
+        taken = set(held.values())
+        self._free = [slot for slot in self._free if slot not in taken]
+        for key, slot in held.items():
+            self._enter(slot, _Snapshot(key, _UNKNOWN))
+        self._unplaced = set(held)
+
+    def _place(self, keys: Seq[Key]) -> None:
+        """Note how many blocks are before the snapshots with these keys, of an earlier engine."""
+        for place, key in enumerate(keys, 1) if self._unplaced else ():
+            if key in self._unplaced:
+                self._unplaced.discard(key)
+                slot = self._by_key[key]
+                self._snapshots[slot] = _Snapshot(key, place)
+
+    def carry_over(
+        self, host: HostTier | None = None, unsettled: Seq[TierMove] = (), new_keys: NewKeys | None = None
+    ) -> StateClass:
         """Return slots for the next epoch with the same snapshots and without sequences. See ``KVPool.carry_over``."""
         limits = StateSlots(num_slots=self.num_slots, gap=self._gap)
-        after = StateClass(limits, block_size=self._block_size, host=host)
+        after = StateClass(limits, block_size=self._block_size, host=host, new_keys=new_keys)
         order = [*self._idle, *[slot for slot in self._snapshots if slot not in self._idle]]
         after._free = [slot for slot in after._free if slot not in self._snapshots]
         after._snapshots, after._by_key = dict(self._snapshots), dict(self._by_key)
+        after._unplaced = set(self._unplaced)
         after._idle, after._uses = OrderedDict.fromkeys(order), dict.fromkeys(order, 0)
         after._stale = set(self._stale)
         moved = {move.place for move in unsettled if host is not None and move.number == host.number and not move.out}
@@ -146,6 +185,7 @@ class StateClass:
         ``current``: one that is not stale. ``down_to``: or a tier below the device has one,
         down to this.
         """
+        self._place(keys)
         best = 0
         if down_to and self.host is not None:
             best = next((place for place in range(hits, 0, -1) if self.host.has(keys[place - 1], down_to)), 0)
@@ -280,6 +320,8 @@ class StateClass:
             position, slot, output, stale = table.pending.pop(0)
             place = position // self._block_size
             key = keys[place - 1]
+            if self._new_keys is not None:
+                self._new_keys.note(key, slot)
             if stale:
                 self._stale.discard(slot)
                 self.watch.note(key)
@@ -384,6 +426,8 @@ class StateClass:
         """Remove an idle snapshot from the cache and free its slot."""
         snapshot = self._snapshots.pop(slot)
         self.watch.note(snapshot.key)
+        if snapshot.place == _UNKNOWN:
+            self._unplaced.discard(snapshot.key)
         self._stale.discard(slot)
         del self._idle[slot], self._uses[slot]
         if self._by_key.get(snapshot.key) == slot:

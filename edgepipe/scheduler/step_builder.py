@@ -5,6 +5,7 @@ from __future__ import annotations
 from edgepipe.backend.drafting import NO_DRAFTS, Drafts
 from edgepipe.backend.types import BlockCopy, RowState, TierMove
 from edgepipe.ids import SequenceId, StepId
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.scheduler.sequence import Sequence
 from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.types import ScheduledStep, WindowBlocks
@@ -161,7 +162,13 @@ class StepBuilder:
         sequence.in_flight += 1
 
     def finish(
-        self, step: StepId, frees: list[SequenceId], moves: tuple[TierMove, ...] = (), *, home: bool
+        self,
+        step: StepId,
+        frees: list[SequenceId],
+        moves: tuple[TierMove, ...] = (),
+        keys: tuple[PlaceKey, ...] = (),
+        *,
+        home: bool,
     ) -> ScheduledStep:
         """Return the finished step. ``home``: a step may follow it, if it samples."""
         chunks = self.chunks
@@ -200,6 +207,7 @@ class StepBuilder:
             home and any(samples),
             self.lot,
             self.assumed,
+            keys,
         )
 
     def _tell(self, sequence: Sequence) -> None:

@@ -14,6 +14,7 @@ from edgepipe.scheduler.host_tier import GivenBack, HostTier, Tier
 from edgepipe.scheduler.kept_pools import KeptPools
 from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
+from edgepipe.scheduler.place_keys import NewKeys, PlaceKey
 from edgepipe.scheduler.sequence import NEVER, Sequence
 from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.windows import WindowClass
@@ -37,14 +38,17 @@ class BlockTables:
             rates = limits.host_rates
             self.disk = DiskWorks(tiers, block_s=rates.token_s * limits.block_size if rates is not None else None)
         self._hosts = tiers
-        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0])
+        self._new_keys: list[PlaceKey] = []  # of blocks and snapshots, that the stages do not know
+        new_keys = self._key_lists()
+        self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0], new_keys=new_keys[0])
         self._windows = [
-            WindowClass(pool, KVPool(pool.num_blocks, contiguous=False, host=host))
-            for pool, host in zip(limits.windows, hosts[1:], strict=False)
+            WindowClass(pool, KVPool(pool.num_blocks, contiguous=False, host=host, new_keys=keys))
+            for pool, host, keys in zip(limits.windows, hosts[1:], new_keys[1:], strict=False)
         ]
         self._states = None
         if limits.states is not None:
-            self._states = StateClass(limits.states, block_size=limits.block_size, host=hosts[-1])
+            size = limits.block_size
+            self._states = StateClass(limits.states, block_size=size, host=hosts[-1], new_keys=new_keys[-1])
         self._frees: list[SequenceId] = []
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
         self._restores = False  # whether the sequence that the last ``admit`` refused gets more blocks from host memory
@@ -92,16 +96,22 @@ class BlockTables:
     def carry_over(self, in_flight: Seq[TierMove]) -> KeptPools:
         """Return pools with the same prefix cache for the next epoch. ``in_flight``: moves that have not retired."""
         unsettled, moves = [*in_flight, *self._moves], list[TierMove]()
+        self._new_keys = []  # a stage may lack what a move should have brought
+        context, *others = self._key_lists()
 
         def below(host: HostTier | None) -> HostTier | None:
             return host.carry_over(moves, unsettled) if host is not None else None
 
         kv, states = self._kv, self._states
         pools = KeptPools(
-            context=kv.carry_over(below(kv.host), unsettled),
-            windows=tuple(each.kv.carry_over(below(each.kv.host), unsettled) for each in self._windows),
-            states=states.carry_over(below(states.host), unsettled) if states is not None else None,
+            context=kv.carry_over(below(kv.host), unsettled, context),
+            windows=tuple(
+                each.kv.carry_over(below(each.kv.host), unsettled, keys)
+                for each, keys in zip(self._windows, others, strict=False)
+            ),
+            states=states.carry_over(below(states.host), unsettled, others[-1]) if states is not None else None,
             moves=moves,
+            new_keys=self._new_keys,
         )
         return replace(pools, disk=self.disk.carry_over(pools.hosts)) if self.disk is not None else pools
 
@@ -113,9 +123,13 @@ class BlockTables:
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
         self._states = pools.states
         self._moves, self.disk, self._hosts = pools.moves, pools.disk, pools.hosts
+        self._new_keys = pools.new_keys
 
     def adopt(self, found: Takeover) -> None:
-        """Start with what the stages hold below the device, of an engine whose tables are lost."""
+        """Start with what the stages hold, of an engine whose tables are lost."""
+        classes = (*self._pools(), *(() if self._states is None else (self._states,)))
+        for each, own in zip(classes, found.held.device, strict=True):
+            each.adopt(own)
         disks = found.held.disk or [dict[Key, int]()] * len(self._hosts)
         for host, here, on_disk in zip(self._hosts, found.held.host, disks, strict=True):
             host.adopt(here, on_disk)
@@ -132,6 +146,14 @@ class BlockTables:
         moves = tuple(self._moves)
         self._moves.clear()
         return moves
+
+    def take_keys(self) -> tuple[PlaceKey, ...]:
+        """Remove and return the keys that the stages do not know."""
+        if not self._new_keys:
+            return ()
+        keys = tuple(self._new_keys)
+        self._new_keys.clear()
+        return keys
 
     @property
     def waiting_moves(self) -> Seq[TierMove]:
@@ -502,6 +524,10 @@ class BlockTables:
         for watch in self._watches():
             watch.begin(watched)
         return False
+
+    def _key_lists(self) -> list[NewKeys]:
+        """Return what takes the new keys of each memory class."""
+        return [NewKeys(number, self._new_keys) for number in range(len(self._limits.device_places))]
 
     def _pools(self) -> list[KVPool]:
         return [self._kv, *[each.kv for each in self._windows]]

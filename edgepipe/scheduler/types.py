@@ -10,6 +10,7 @@ from typing import NamedTuple
 from edgepipe.backend.types import BlockCopy, RowState, TierMove
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId, StepId
+from edgepipe.scheduler.place_keys import PlaceKey
 
 
 class EndReason(Enum):
@@ -121,6 +122,8 @@ class ScheduledStep(NamedTuple):
     lot: int = 0
     # The rows' first tokens are drafts, too: a row samples nothing if its sequence went another way.
     assumed: bool = False
+    # What steps that retired before have left on the device; it counts before anything else of this step.
+    keys: tuple[PlaceKey, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -60,7 +60,7 @@ class DiskTier:
         self._host_places, self._disk_places = tuple(host_places), tuple(disk_places)
         self._clock = clock
         self._late_s = late_s
-        self._held = held or HeldKeys(len(host_places))
+        self._held = held or HeldKeys(host_places)
         self._problem = ""
         self._said = ""  # the newest problem that was logged
         self._file: TierFile | None = None

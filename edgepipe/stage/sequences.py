@@ -14,6 +14,7 @@ from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.drafting import DraftWish, SequenceDrafter
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.mtp_drafter import KeptPart, NextIds
 from edgepipe.wire.intake import registration_fault
 from edgepipe.wire.plans import NewWindow, PlanRow, StepPlan
@@ -95,12 +96,15 @@ class SequenceTable:
         model: ModelBounds,
         new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
         new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None,
+        held: HeldKeys | None = None,
     ) -> None:
         """
         rest_tokens  slots that a sequence needs behind its last token's, see ``kv_forms``
         new_sampler  makes a sampler from a registration and its fault; None if another stage has the head
         new_drafter  makes a drafter from a registration that asks for drafts, and its sampler; None: nothing drafts
+        held         hears which places steps will write
         """
+        self._held = held
         self._model = model
         self._new_sampler = new_sampler
         self._new_drafter = new_drafter
@@ -138,20 +142,34 @@ class SequenceTable:
     def apply(self, plan: StepPlan) -> PlannedRows:
         """Apply a plan: free, register, append blocks. Return the step's rows. Raises RemoteProtocolError."""
         for sequence in plan.frees:
-            if self._sequences.pop(sequence, None) is None:
+            if (left := self._sequences.pop(sequence, None)) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
+            self._release(left)
         for sequence in plan.registers:
             if (registration := self._registered.pop(sequence, None)) is None:
                 raise _bad(plan, f"it begins sequence {sequence} without a registration")
             self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
         self._check_moves(plan)
+        if self._held is not None and plan.copies:
+            for copy in plan.copies:
+                self._held.append(0, BlockRun(copy.target, 1))
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")
         states = [self._advance(plan, row) for row in plan.rows]
         if any((row.state is not None) != bool(self._state_slots) for row in plan.rows):
             raise _bad(plan, "it names slots of states", f"the pipeline has {self._state_slots}")
         return _rows(plan, states)
+
+    def release_all(self) -> None:
+        """Note that no sequence goes on."""
+        for state in self._sequences.values():
+            self._release(state)
+        self._sequences.clear()
+
+    def _release(self, state: SequenceState) -> None:
+        if self._held is not None:
+            self._held.release((state.runs, *[table.runs for table in state.windows]))
 
     def _register(self, registration: Registration) -> SequenceState:
         """Create a sequence's state. Ids outside the vocabulary fail only this sequence, when it is sampled."""
@@ -175,24 +193,27 @@ class SequenceTable:
         if state is None:
             raise _bad(plan, f"it has a row of sequence {row.sequence}, which is not registered")
         for run in row.new_blocks:
-            self._append(plan, state, run)
+            self._append(plan, row, state, run)
         for new in row.new_windows:
-            self._append_window(plan, state, new)
+            self._append_window(plan, row, state, new)
+        if row.state is not None and self._held is not None:
+            self._held.write_states(row.state)
         self._check_row(plan, row, state)
         state.end = row.position + row.num_tokens
         return state
 
-    def _append(self, plan: StepPlan, state: SequenceState, run: BlockRun) -> None:
+    def _append(self, plan: StepPlan, row: PlanRow, state: SequenceState, run: BlockRun) -> None:
         if run.count < 1 or run.start + run.count > self._num_blocks:
             raise _bad(
                 plan,
                 f"it assigns blocks {run.start}-{run.start + run.count - 1}",
                 f"there are {self._num_blocks} blocks",
             )
+        self._note_writes(0, row, state.num_blocks, run)
         state.runs = _joined(state.runs, run)
         state.num_blocks += run.count
 
-    def _append_window(self, plan: StepPlan, state: SequenceState, new: NewWindow) -> None:
+    def _append_window(self, plan: StepPlan, row: PlanRow, state: SequenceState, new: NewWindow) -> None:
         run = new.run
         pool = self._windows[new.number] if new.number < len(self._windows) else None
         if pool is None or run.count < 1 or run.start + run.count > pool.num_blocks:
@@ -206,7 +227,17 @@ class SequenceTable:
             table.first = table.end = new.place
         if new.place != table.end:
             raise _bad(plan, f"it continues window {new.number} at block {new.place}", f"it ends at {table.end}")
+        self._note_writes(1 + new.number, row, new.place, run)
         table.runs, table.end = _joined(table.runs, run), table.end + run.count
+
+    def _note_writes(self, number: int, row: PlanRow, place: int, run: BlockRun) -> None:
+        """Note that steps will write new blocks of a sequence. Those before its first row's tokens are shared ones.
+
+        place  in the sequence, of the run's first block
+        """
+        if self._held is not None:
+            shared = row.position // self._block_size - place
+            self._held.append(number, run, shared=min(max(0, shared), run.count))
 
     def _check_row(self, plan: StepPlan, row: PlanRow, state: SequenceState) -> None:
         end, room = row.position + row.num_tokens, state.num_blocks * self._block_size - self._rest_tokens

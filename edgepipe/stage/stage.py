@@ -92,6 +92,9 @@ class StageProgress:
     repeats: int = 0  # repeated plans, dropped
     limit_s: float = 0.0  # the device hangs if a started step makes no progress within this
     disk_bytes: int = 0  # what the file of KV takes
+    kv_blocks: int = 0  # blocks of the context that are allocated
+    host_blocks: int = 0  # the same in host memory
+    disk_blocks: int = 0  # and on disk
 
 
 class Stage:
@@ -155,7 +158,7 @@ class Stage:
         self._disk_folder = disk_folder
         self._disk: DiskTier | None = None
         self._host: HostWatch | None = None
-        self._held: HeldKeys | None = None  # what is below the device
+        self._held: HeldKeys | None = None  # what is on the device and below it
         self._held_writer = (b"", EngineId(""))  # the newest engine that may have written it, and its ``kv_digest``
         self._open_s = open_s
         self._handlers: set[asyncio.Task[Any]] = set()  # tasks that handle streams
@@ -222,6 +225,7 @@ class Stage:
     def progress(self) -> StageProgress:
         """Return counters for the daemon, which ends a hanging stage."""
         counters = self._counters
+        own, _, host, disk = self._kv or ((0,), (), (), ())
         return StageProgress(
             received=counters.received,
             started=self._compute.started,
@@ -231,6 +235,9 @@ class Stage:
             repeats=counters.repeats,
             limit_s=self._compute.limit_s(),
             disk_bytes=self._disk.num_bytes if self._disk is not None else 0,
+            kv_blocks=own[0],
+            host_blocks=host[0] if host else 0,
+            disk_blocks=disk[0] if disk else 0,
         )
 
     def trace(self) -> list[TraceEntry]:
@@ -353,7 +360,7 @@ class Stage:
                     self._disk = None
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            self._open_below(spec)
+            self._open_tiers(spec)
             self._still_promised(spec)
             self._current = StageEpoch(
                 spec,
@@ -371,14 +378,13 @@ class Stage:
             self._tell_change()
         return self._current
 
-    def _open_below(self, spec: PipelineSpec) -> None:
-        """Have ready what is below the device. Another engine gets what is there, if it asks and its KV is the same."""
-        if not spec.host_places:
-            return
+    def _open_tiers(self, spec: PipelineSpec) -> None:
+        """Have all tiers ready. Another engine gets what they hold, if it asks and its KV is the same."""
         if self._host is None:
             self._host = self._new_host(spec)
         if self._held is None:
-            self._held = HeldKeys(len(spec.host_places))
+            slots = (spec.state_slots,) if spec.state_slots else ()
+            self._held = HeldKeys((spec.num_blocks, *spec.window_blocks, *slots))
         if spec.disk_places and self._disk is None:
             self._disk = self._new_disk(spec)
         writer = (spec.kv_digest, spec.epoch.engine_id)

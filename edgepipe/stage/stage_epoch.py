@@ -47,7 +47,7 @@ from edgepipe.wire.plans import ControlCommand, StepPlan
 from edgepipe.wire.registrations import Registrations
 from edgepipe.wire.reports import Drafted, HomeTokens, LinkSample, StepDone
 from edgepipe.wire.sizes import MAX_PLANS
-from edgepipe.wire.tiers import DiskCopies, HostRoom, PlacesBack
+from edgepipe.wire.tiers import DiskCopies, HostRoom, NewKeys, PlacesBack, place_keys
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class StageEpoch:
         draft_model  a second model that drafts; None: without one
         disk         below host memory; None: without one
         host         watches host memory below the device; None: it keeps its size
-        held         what is below the device; None: nothing can be
+        held         what this stage keeps; None: no engine asks
         """
         self.spec = spec
         self._model = model
@@ -127,6 +127,7 @@ class StageEpoch:
             model=model,
             new_sampler=self._parts.new_sampler if any(part.head for part in spec.slices) else None,
             new_drafter=self._parts.new_drafter,
+            held=held,
         )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
@@ -220,6 +221,7 @@ class StageEpoch:
         """Drop all steps that are not computed yet. Another epoch may use the KV after the steps in the thread."""
         if self._disk is not None and not self.over:  # a second call may come when the next epoch has begun
             self._disk.begin_epoch()
+        self._table.release_all()
         self.over = True
         self._crash.cancel()
         self._parts.close()
@@ -366,6 +368,8 @@ class StageEpoch:
                     self._copy(command)
                 elif isinstance(command, PlacesBack):
                     self._give_back(command)
+                elif isinstance(command, NewKeys):
+                    self._name(command)
                 else:
                     self._register(command)
             self._pump()
@@ -404,6 +408,13 @@ class StageEpoch:
         if self._held is not None:
             self._held.give_back(back.memory_class, back.places)
 
+    def _name(self, new: NewKeys) -> None:
+        if new.epoch != self.spec.epoch:
+            self._tools.counters.strays += 1
+            return
+        if self._held is not None:
+            self._held.name(place_keys(new.key_class, new.key_place, new.keys))
+
     def _register(self, registrations: Registrations) -> None:
         if registrations.epoch != self.spec.epoch:
             self._tools.counters.strays += 1
@@ -425,6 +436,8 @@ class StageEpoch:
             )
         self._last_step = plan.step
         counters.received += 1
+        if self._held is not None and plan.keys:
+            self._held.name(plan.keys)
         self._begin(plan, self._table.apply(plan))
 
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:

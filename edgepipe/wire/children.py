@@ -47,6 +47,9 @@ class Prepared:
     max_blocks: int = 0  # KV blocks that fit into the reservation
     max_host_blocks: int = 0  # KV blocks that fit into the reservation of host memory
     max_disk_blocks: int = 0  # KV blocks that fit into what ``StageSettings.kv_disk`` asks for
+    held_blocks: int = 0  # KV blocks that the stage has allocated for an earlier epoch; 0: none, or not known
+    held_host_blocks: int = 0  # the same in host memory
+    held_disk_blocks: int = 0  # and on disk
     kv_block_bytes: int = 0  # bytes of one block in all layers
     window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
     weight_bytes: int = 0
@@ -222,6 +225,9 @@ class ChildProgress:
     refused_handshakes: int = 0  # connections without a valid certificate
     fenced: int = 0  # dropped plans and frames of replaced epochs
     disk_bytes: int = 0  # size of a stage's file of KV
+    kv_blocks: int = 0  # blocks of the context that a stage has allocated
+    host_blocks: int = 0  # the same in host memory
+    disk_blocks: int = 0  # and on disk
 
 
 Report = (

@@ -13,13 +13,14 @@ from typing import NamedTuple
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, TierMove
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, SequenceId, StepId
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.scheduler.types import singles
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import epoch_of
 from edgepipe.wire.registrations import Registrations, registrations_from_wire
 from edgepipe.wire.sizes import KEY_BYTES, MAX_PLANS
-from edgepipe.wire.tiers import DiskCopies, PlacesBack, keys_of
+from edgepipe.wire.tiers import DiskCopies, NewKeys, PlacesBack, keys_of, place_keys
 from edgepipe.wire.v1 import stage_pb2
 
 
@@ -64,6 +65,7 @@ class StepPlan:
     moves: tuple[TierMove, ...] = ()  # see ``ScheduledStep``
     lot: int = 0  # see ``ScheduledStep``
     assumed: bool = False  # see ``ScheduledStep``
+    keys: tuple[PlaceKey, ...] = ()  # see ``ScheduledStep``
 
     @cached_property
     def num_tokens(self) -> int:
@@ -81,7 +83,7 @@ class StepPlan:
         return self.num_tokens > self.num_singles
 
 
-ControlCommand = StepPlan | Registrations | DiskCopies | PlacesBack
+ControlCommand = StepPlan | Registrations | DiskCopies | PlacesBack | NewKeys
 """What an engine says to the stages of an open epoch."""
 
 
@@ -101,6 +103,8 @@ def commands_from_wire(
         return [from_wire(message.disk, DiskCopies)]
     if message.HasField("back"):
         return [from_wire(message.back, PlacesBack)]
+    if message.HasField("keys"):
+        return [from_wire(message.keys, NewKeys)]
     raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
 
 
@@ -135,6 +139,7 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
         moves=_moves(message),
         lot=message.lot,
         assumed=message.assumed,
+        keys=place_keys(message.key_class, message.key_place, message.keys) if message.key_class else (),
     )
 
 

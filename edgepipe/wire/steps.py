@@ -40,6 +40,10 @@ def step_to_wire(
         plan.draft.extend(step.drafts)
     if step.states:
         _add_states(plan, step.states)
+    if step.keys:
+        plan.key_class.extend([key.number for key in step.keys])
+        plan.key_place.extend([key.place for key in step.keys])
+        plan.keys = b"".join([key.key for key in step.keys])
     if step.registers or step.frees or step.windows or step.moves or step.copies:
         _add_changes(plan, step)
     return plan

@@ -1,11 +1,13 @@
-"""Messages about the KV tiers below the device: host memory and disk."""
+"""Messages about what stages keep: on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch
+from edgepipe.scheduler.place_keys import PlaceKey
 from edgepipe.wire.sizes import KEY_BYTES
 
 
@@ -33,11 +35,11 @@ class PlacesBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPlaces:
-    """What some places of one memory class hold below the device, the longest unused first."""
+    """What some places of one memory class in one tier hold, the longest unused first."""
 
     epoch: Epoch
     memory_class: int  # numbered like ``TierMove.number``
-    on_disk: bool  # True: on disk; False: in host memory
+    tier: int  # see ``scheduler.host_tier.Tier``
     places: tuple[int, ...]
     keys: bytes  # KEY_BYTES for each place
 
@@ -60,6 +62,26 @@ class DiskCopied:
     failed: tuple[int, ...] = ()  # copies that were not made, by their place in the columns
     took_us: int = 0  # 0: not known
     problem: str = ""  # why the stage does not use its disk; empty: it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewKeys:
+    """What steps have left on the device, in columns."""
+
+    epoch: Epoch
+    key_class: tuple[int, ...]
+    key_place: tuple[int, ...]
+    keys: bytes  # KEY_BYTES for each place
+
+
+def place_keys(classes: Sequence[int], places: Sequence[int], packed: bytes) -> tuple[PlaceKey, ...]:
+    """Return what places on the device hold. Raises RemoteProtocolError if the columns differ in length."""
+    if not len(classes) == len(places) == len(packed) / KEY_BYTES:
+        raise RemoteProtocolError(
+            "the engine names places on the device and other keys",
+            fact=f"{len(classes)} classes, {len(places)} places, {len(packed)} bytes of keys",
+        )
+    return tuple(map(PlaceKey, classes, places, keys_of(packed)))
 
 
 def keys_of(packed: bytes) -> Iterator[bytes]:

@@ -208,6 +208,9 @@ def _progress(stage: Stage | None) -> ChildProgress:
         limit_ms=round(progress.limit_s * 1e3),
         fenced=progress.strays,
         disk_bytes=progress.disk_bytes,
+        kv_blocks=progress.kv_blocks,
+        host_blocks=progress.host_blocks,
+        disk_blocks=progress.disk_blocks,
     )
 
 

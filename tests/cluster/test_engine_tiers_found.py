@@ -121,7 +121,7 @@ async def test_a_stage_that_tells_nonsense_costs_what_it_held_and_says_so(
         await replace_engine(world)
         assert (
             "idle conversations in the memory of stage 1 on node1 are not used: "
-            "it names a place or a key in host memory twice" in caplog.text
+            "it names a place or a key on the device twice" in caplog.text
         )
         assert world.lab.engine.state().used_host_blocks == 0
         assert sum(await world.round()) == 0

@@ -77,6 +77,27 @@ async def test_chats_outlive_the_engine_in_ram_and_on_disk(demo_model: StoredMod
     assert [answer for answer, _ in again] == [answer for answer, _ in first[:2]]
 
 
+async def test_chats_on_the_device_outlive_the_engine(demo_model: StoredModel) -> None:
+    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
+    plan = LocalCluster(
+        cluster=f"kv-keys-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
+    )
+    async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
+        assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
+        request = serve_request("demo", plan="a:0-14,b:15-29", kv_tokens=8 * TOKENS, draft="off")
+        await serve_with_progress(admin, request)
+        port = started[1].http_port
+        await until_answers(port)
+        first = [await told(port, number) for number in range(3)]
+        (child,) = children(await admin.status(), "engine")
+        child.kill()
+        again = [await told(port, number) for number in range(3)]  # the gateway waits for the next engine
+        assert [process.pid for process in children(await admin.status(), "engine")] != [child.pid]
+    assert [known for _, known in first] == [0] * 3
+    assert all(known > 200 for _, known in again), again
+    assert [answer for answer, _ in again] == [answer for answer, _ in first]
+
+
 async def told(port: int, number: int) -> tuple[str, int]:
     """Ask for a chapter. Return the answer, and how many tokens of the prompt were known."""
     body = {"model": "demo", "prompt": STORY.format(number), "temperature": 0, "max_tokens": 8}

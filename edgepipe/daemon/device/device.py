@@ -302,7 +302,15 @@ class DeviceHost:
         if self._known(request, engine_node) is not hold:  # meanwhile another request came, or the stage was released
             return None
         hold.epoch, hold.engine_node = request.epoch, engine_node
-        return hold.prepared
+        if hold.prepared is None:
+            return None
+        progress = hold.child.progress
+        return replace(
+            hold.prepared,
+            held_blocks=progress.kv_blocks,
+            held_host_blocks=progress.host_blocks,
+            held_disk_blocks=progress.disk_blocks,
+        )
 
     def _known(self, request: PrepareRequest, engine_node: str) -> _Hold | None:
         """Return the pipeline's stage of an earlier epoch, or of another node's engine that no longer counts, whatever

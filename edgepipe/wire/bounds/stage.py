@@ -19,7 +19,7 @@ from edgepipe.wire.bounds.rules import (
     Tables,
 )
 
-_PLAN = Checked("edgepipe.stage.stage_epoch:StageEpoch._check")
+_PLAN = Checked("edgepipe.stage.plan_check:check_plan")
 _SLOTS = Checked("edgepipe.backend.step_layout:check_states")
 _TABLE = Checked("edgepipe.stage.sequences:SequenceTable.apply")
 _COLUMNS = Checked("edgepipe.wire.plans:plan_from_wire")
@@ -28,6 +28,7 @@ _CREDIT = Checked("edgepipe.link.outbox:Outbox.grant")
 _DISK = Checked("edgepipe.stage.disk_tier:check_copies")
 _BACK = Checked("edgepipe.stage.host_bound:check_places")
 _DISK_ANSWER = Checked("edgepipe.engine.disk_answers:DiskAnswers.note")
+_KEYS = Checked("edgepipe.stage.held_keys:HeldKeys.name")
 _HELD = Checked("edgepipe.engine.held_reports:HeldReport.note")
 _DONE = Checked("edgepipe.engine.pump:Pump.on_report")
 _REGISTRATION = Checked("edgepipe.wire.intake:registration_fault")
@@ -77,10 +78,13 @@ STAGE: Tables = {
         "move_kept": _TABLE,
         "move_out": _COLUMNS,
         "lot": Within(0, MOST_DRAFTS),
+        "key_class": _KEYS,
+        "key_place": _KEYS,
     },
+    "NewKeys": {"key_class": _KEYS, "key_place": _KEYS},
     "DiskCopies": {"number": COUNT, "memory_class": _DISK, "host_places": _DISK, "disk_places": _DISK},
     "PlacesBack": {"memory_class": _BACK, "places": _BACK},
-    "HeldPlaces": {"memory_class": _HELD, "places": _HELD},
+    "HeldPlaces": {"memory_class": _HELD, "tier": Within(0, 2), "places": _HELD},
     "HostRoom": {"permille": Within(0, 1000), "available_bytes": BYTES},
     "WindowBlocks": {"row": _COLUMNS, "place": _TABLE, "start": _TABLE, "count": _TABLE},
     "Registrations": {"sequences": Checked("edgepipe.stage.sequences:SequenceTable.tell")},

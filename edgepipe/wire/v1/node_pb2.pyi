@@ -603,6 +603,9 @@ class Prepared(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     MAX_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -616,6 +619,10 @@ class Prepared(_message.Message):
     """KV blocks that fit into the reservation of host memory"""
     max_disk_blocks: _builtins.int
     """KV blocks that fit into what settings.kv_disk asks for"""
+    held_blocks: _builtins.int
+    """Blocks of the context that the stage has allocated for an earlier epoch; 0: none, or not known."""
+    held_host_blocks: _builtins.int
+    held_disk_blocks: _builtins.int
     certificate: _builtins.bytes
     """of the stage"""
     crashed_epoch: _builtins.int
@@ -651,13 +658,16 @@ class Prepared(_message.Message):
         settings: _common_pb2.StageSettings | None = ...,
         max_host_blocks: _builtins.int = ...,
         max_disk_blocks: _builtins.int = ...,
+        held_blocks: _builtins.int = ...,
+        held_host_blocks: _builtins.int = ...,
+        held_disk_blocks: _builtins.int = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "max_disk_blocks", b"max_disk_blocks", "max_host_blocks", b"max_host_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "held_blocks", b"held_blocks", "held_disk_blocks", b"held_disk_blocks", "held_host_blocks", b"held_host_blocks", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "max_disk_blocks", b"max_disk_blocks", "max_host_blocks", b"max_host_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "slow_paths", b"slow_paths", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1988,6 +1998,9 @@ class ChildProgress(_message.Message):
     REFUSED_HANDSHAKES_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     received: _builtins.int
     started: _builtins.int
     finished: _builtins.int
@@ -2000,6 +2013,12 @@ class ChildProgress(_message.Message):
     """plans and frames of replaced epochs, dropped"""
     disk_bytes: _builtins.int
     """what a stage's file of KV takes"""
+    kv_blocks: _builtins.int
+    """blocks of the context that a stage has allocated"""
+    host_blocks: _builtins.int
+    """the same in host memory"""
+    disk_blocks: _builtins.int
+    """and on disk"""
     def __init__(
         self,
         *,
@@ -2011,10 +2030,13 @@ class ChildProgress(_message.Message):
         refused_handshakes: _builtins.int = ...,
         fenced: _builtins.int = ...,
         disk_bytes: _builtins.int = ...,
+        kv_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "fenced", b"fenced", "finished", b"finished", "limit_ms", b"limit_ms", "received", b"received", "refused_handshakes", b"refused_handshakes", "sent", b"sent", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_blocks", b"disk_blocks", "disk_bytes", b"disk_bytes", "fenced", b"fenced", "finished", b"finished", "host_blocks", b"host_blocks", "kv_blocks", b"kv_blocks", "limit_ms", b"limit_ms", "received", b"received", "refused_handshakes", b"refused_handshakes", "sent", b"sent", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,7 @@ class ControlMessage(_message.Message):
     REGISTER_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     BACK_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     NEXT_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPipeline:
@@ -44,6 +45,8 @@ class ControlMessage(_message.Message):
     @_builtins.property
     def back(self) -> Global___PlacesBack: ...
     @_builtins.property
+    def keys(self) -> Global___NewKeys: ...
+    @_builtins.property
     def next_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
         """With a plan: those of the steps behind it, in order. They are planned ahead, so few messages bring many of them."""
 
@@ -55,13 +58,14 @@ class ControlMessage(_message.Message):
         register: Global___Registrations | None = ...,
         disk: Global___DiskCopies | None = ...,
         back: Global___PlacesBack | None = ...,
+        keys: Global___NewKeys | None = ...,
         next_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "keys", b"keys", "message", b"message", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "disk", b"disk", "keys", b"keys", "message", b"message", "next_plans", b"next_plans", "open", b"open", "plan", b"plan", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register", "disk", "back"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "plan", "register", "disk", "back", "keys"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -111,7 +115,7 @@ class OpenPipeline(_message.Message):
     kv_digest: _builtins.bytes
     """of what the KV of the same tokens depends on: equal digests mean equal KV"""
     asks_held: _builtins.bool
-    """the engine does not know what is below the device: HeldPlaces ahead of Opened"""
+    """the engine does not know what this stage holds: HeldPlaces ahead of Opened"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -233,6 +237,9 @@ class Plan(_message.Message):
     MOVE_KEYS_FIELD_NUMBER: _builtins.int
     LOT_FIELD_NUMBER: _builtins.int
     ASSUMED_FIELD_NUMBER: _builtins.int
+    KEY_CLASS_FIELD_NUMBER: _builtins.int
+    KEY_PLACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     last_slice: _builtins.int
     """whose stage sends StepDone"""
@@ -252,6 +259,7 @@ class Plan(_message.Message):
     """
     assumed: _builtins.bool
     """The rows' first tokens are drafts, too. A row samples nothing if its sequence went another way."""
+    keys: _builtins.bytes
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -333,6 +341,12 @@ class Plan(_message.Message):
     def move_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """to host memory; else back to the device"""
 
+    @_builtins.property
+    def key_class(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What earlier steps have left on the device, as in NewKeys. It counts before anything else of this plan."""
+
+    @_builtins.property
+    def key_place(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -365,14 +379,57 @@ class Plan(_message.Message):
         move_keys: _builtins.bytes = ...,
         lot: _builtins.int = ...,
         assumed: _builtins.bool = ...,
+        key_class: _abc.Iterable[_builtins.int] | None = ...,
+        key_place: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "assumed", b"assumed", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "last_slice", b"last_slice", "lot", b"lot", "move_class", b"move_class", "move_kept", b"move_kept", "move_keys", b"move_keys", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "assumed", b"assumed", "block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "draft", b"draft", "epoch", b"epoch", "frees", b"frees", "home", b"home", "key_class", b"key_class", "key_place", b"key_place", "keys", b"keys", "last_slice", b"last_slice", "lot", b"lot", "move_class", b"move_class", "move_kept", b"move_kept", "move_keys", b"move_keys", "move_out", b"move_out", "move_place", b"move_place", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class NewKeys(_message.Message):
+    """What steps that have retired have left on the device, in columns, where no plan carries it. All stages have computed
+    it. A place holds it until a later plan writes the place.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KEY_CLASS_FIELD_NUMBER: _builtins.int
+    KEY_PLACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """16 bytes for each place: a hash of all tokens up to its end"""
+    @_builtins.property
+    def epoch(self) -> _common_pb2.Epoch: ...
+    @_builtins.property
+    def key_class(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """memory class; behind the last one: slots of states"""
+
+    @_builtins.property
+    def key_place(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block or slot"""
+
+    def __init__(
+        self,
+        *,
+        epoch: _common_pb2.Epoch | None = ...,
+        key_class: _abc.Iterable[_builtins.int] | None = ...,
+        key_place: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key_class", b"key_class", "key_place", b"key_place", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewKeys: _TypeAlias = NewKeys  # noqa: Y015
 
 @_typing.final
 class DiskCopies(_message.Message):
@@ -910,21 +967,21 @@ Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
 
 @_typing.final
 class HeldPlaces(_message.Message):
-    """What some places below the device hold, the longest unused first: from a stage that was asked, ahead of its Opened. One
-    stage names each place and each key of a class and tier at most once.
+    """What some places hold, the longest unused first: from a stage that was asked, ahead of its Opened. One stage names each
+    place and each key of a class and tier at most once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     MEMORY_CLASS_FIELD_NUMBER: _builtins.int
-    ON_DISK_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     memory_class: _builtins.int
     """behind the last one: slots of states"""
-    on_disk: _builtins.bool
-    """else in host memory"""
+    tier: _builtins.int
+    """0: on the device, 1: in host memory, 2: on disk"""
     keys: _builtins.bytes
     """16 bytes for each place"""
     @_builtins.property
@@ -936,13 +993,13 @@ class HeldPlaces(_message.Message):
         *,
         epoch: _common_pb2.Epoch | None = ...,
         memory_class: _builtins.int = ...,
-        on_disk: _builtins.bool = ...,
+        tier: _builtins.int = ...,
         places: _abc.Iterable[_builtins.int] | None = ...,
         keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keys", b"keys", "memory_class", b"memory_class", "on_disk", b"on_disk", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keys", b"keys", "memory_class", b"memory_class", "places", b"places", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,9 +31,10 @@ from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId, Sequenc
 from edgepipe.link.outbox import Outbox
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
-from edgepipe.scheduler import DiskWork, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
+from edgepipe.scheduler import DiskWork, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, Tier, TokenSampled
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.disk_tier import check_copies
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.host_bound import check_places
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
@@ -44,7 +45,7 @@ from edgepipe.wire.plans import StepPlan, commands_from_wire, plan_from_wire
 from edgepipe.wire.registrations import Registration
 from edgepipe.wire.reports import LinkSample, StageTimings, done_from_wire
 from edgepipe.wire.requests import Submission, reports_from_wire
-from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, PlacesBack
+from edgepipe.wire.tiers import DiskCopied, DiskCopies, HeldPlaces, HostRoom, NewKeys, PlacesBack, place_keys
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
 
 CONFIG = emulated_model_config(num_layers=2)
@@ -345,7 +346,7 @@ class EngineOfRogueStage:
 
 
 class EngineOpeningRogueStage:
-    """An engine without tables that asks a stage what it holds in eight places of host memory, and of its disk."""
+    """An engine without tables that asks a stage what it holds, below the device in eight places of each tier."""
 
     _SPEC = PipelineSpec(
         pipeline_id=PipelineId("p"),
@@ -368,13 +369,16 @@ class EngineOpeningRogueStage:
         self._report = HeldReport(self._SPEC)
         epoch = epoch_to_wire(EPOCH)
         self.samples = [
-            stage_pb2.HeldPlaces(epoch=epoch, places=[2, 7], keys=bytes(range(32))),
-            stage_pb2.HeldPlaces(epoch=epoch, places=[3], keys=bytes(range(100, 116)), on_disk=True),
+            stage_pb2.HeldPlaces(epoch=epoch, places=[2, 7], keys=bytes(range(32)), tier=Tier.HOST),
+            stage_pb2.HeldPlaces(epoch=epoch, places=[3], keys=bytes(range(100, 116)), tier=Tier.DISK),
+            stage_pb2.HeldPlaces(epoch=epoch, places=[63], keys=bytes(range(50, 66)), tier=Tier.DEVICE),
         ]
 
     def near(self, field: str) -> Sequence[int]:
         """See ``Receiver.near``."""
-        return {"memory_class": (0, 1), "places": (7, 8), "counter": (EPOCH.counter,)}.get(field, ())
+        return {"memory_class": (0, 1), "tier": (2, 3), "places": (7, 8, 64), "counter": (EPOCH.counter,)}.get(
+            field, ()
+        )
 
     async def take(self, message: stage_pb2.HeldPlaces) -> None:
         """As ``StageControl`` takes it. A message with a fault spoils the whole report."""
@@ -386,11 +390,11 @@ class EngineOpeningRogueStage:
 
     async def check(self) -> None:
         """See ``Receiver.check``: each place is there, and named once."""
-        below = self._report.held()
-        for held in (*below.host, *below.disk):
+        found = self._report.held()
+        for held, count in ((*found.device, 64), (*found.host, 8), (*found.disk, 8)):
             assert {len(key) for key in held} <= {16}
             assert len({*held.values()}) == len(held)
-            assert all(0 <= place < 8 for place in held.values())
+            assert all(0 <= place < count for place in held.values())
 
 
 def _registration(sequence: SequenceId, tokens: Sequence[int]) -> Registration:
@@ -434,11 +438,13 @@ class StageOfRogueEngine:
         registrations.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
         copies = stage_pb2.DiskCopies(epoch=epoch_to_wire(EPOCH), number=1, host_places=[2], disk_places=[15])
         back = stage_pb2.PlacesBack(epoch=epoch_to_wire(EPOCH), places=[2, 3])
+        keys = stage_pb2.NewKeys(epoch=epoch_to_wire(EPOCH), key_class=[0, 0], key_place=[2, 63], keys=bytes(32))
         self.samples = [
             stage_pb2.ControlMessage(plan=plan),
             stage_pb2.ControlMessage(register=registrations),
             stage_pb2.ControlMessage(disk=copies),
             stage_pb2.ControlMessage(back=back),
+            stage_pb2.ControlMessage(keys=keys),
         ]
 
     def near(self, field: str) -> Sequence[int]:
@@ -455,6 +461,8 @@ class StageOfRogueEngine:
             "places": (7, 8),
             "disk_places": (15, 16),
             "memory_class": (0, 1),
+            "key_class": (0, 1),
+            "key_place": (self._BLOCKS - 1, self._BLOCKS),
             "source": (self._BLOCKS,),
             "target": (self._BLOCKS,),
         }.get(field, ())
@@ -464,6 +472,7 @@ class StageOfRogueEngine:
         try:
             for command in commands_from_wire(message):
                 if isinstance(command, StepPlan):
+                    self._held.name(command.keys)
                     self._table.apply(command)
                 elif isinstance(command, DiskCopies):
                     check_copies(command, (8,), (16,), num_queued=0)
@@ -472,6 +481,8 @@ class StageOfRogueEngine:
                 elif isinstance(command, PlacesBack):
                     check_places(command.memory_class, command.places, (8,))
                     assert max(command.places) < 8
+                elif isinstance(command, NewKeys):
+                    self._held.name(place_keys(command.key_class, command.key_place, command.keys))
                 else:
                     for registration in command.sequences:
                         self._table.tell(registration)
@@ -484,14 +495,17 @@ class StageOfRogueEngine:
         for state in self._table._sequences.values():
             assert all(0 <= run.start < run.start + run.count <= self._BLOCKS for run in state.runs)
             assert state.end is None or state.end <= state.num_blocks * self._BLOCK
+        assert all(max(page.places) < self._BLOCKS for page in self._held.pages(EPOCH))
         self._begin()
 
     def _begin(self) -> None:
+        self._held = HeldKeys((self._BLOCKS,))
         self._table = SequenceTable(
             num_blocks=self._BLOCKS,
             block_size=self._BLOCK,
             model=ModelBounds(vocab_size=CONFIG.vocab_size, context_length=CONFIG.context_length),
             new_sampler=None,
+            held=self._held,
         )
         self._table.tell(_registration(SequenceId(1), _PROMPT))
         first = stage_pb2.Plan(

@@ -31,6 +31,7 @@ from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.draft_child import DraftLaunch
 from edgepipe.stage.draft_process import DraftProcess
 from edgepipe.stage.grammar_builds import Trial
+from edgepipe.stage.stage import StageProgress
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.emulated_folder import byte_level_tokenizer
@@ -77,6 +78,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.stage_address = stage_address
         self.max_blocks = max_blocks
         self.max_host_blocks = self.max_disk_blocks = 0
+        self.progress: Callable[[], StageProgress] = partial(
+            StageProgress, received=0, started=0, finished=0, sent=0
+        )  # of the stage
         self.profile = profile or common_pb2.DeviceProfile()
         self.prepared: list[node_pb2.PrepareRequest] = []
         self.released: list[node_pb2.ReleaseRequest] = []
@@ -97,6 +101,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         if self.load is not None:
             await self.load(tuple(from_wire(part, Slice) for part in request.placement.slices))
         (epoch, step), self.crashed_in = self.crashed_in or (0, 0), None
+        progress = self.progress()
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(
                 crashed_epoch=epoch,
@@ -106,6 +111,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 max_blocks=self.max_blocks,
                 max_host_blocks=self.max_host_blocks,
                 max_disk_blocks=self.max_disk_blocks,
+                held_blocks=progress.kv_blocks,
+                held_host_blocks=progress.host_blocks,
+                held_disk_blocks=progress.disk_blocks,
                 kv_block_bytes=128,
                 weight_bytes=1000,
                 settings=request.settings,
@@ -411,8 +419,9 @@ async def engine_lab(
             )
             for index, address in enumerate(stages.addresses)
         ]
-        for node in nodes:
+        for node, stage in zip(nodes, stages.stages, strict=True):
             node.max_host_blocks, node.max_disk_blocks = max_host_blocks, max_disk_blocks
+            node.progress = stage.progress
         addresses = {NodeId(f"node{i}"): await _serve_node(node, stack) for i, node in enumerate(nodes)}
         spec = ServeSpec(
             model="emulated",

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 from edgepipe.backend.drafting import Drafts, DraftSource
@@ -17,7 +18,8 @@ from edgepipe.scheduler import (
     DiskWork,
     EndReason,
     Event,
-    HeldBelow,
+    HeldTiers,
+    PlaceKey,
     Policy,
     ScheduledStep,
     Scheduler,
@@ -31,6 +33,7 @@ from edgepipe.scheduler import (
     takeover,
 )
 from edgepipe.scheduler.drafting import Drafting
+from edgepipe.scheduler.kv import next_key
 from edgepipe.spec.memory_classes import StateSlots, WindowPool
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.step_order import StepUses
@@ -39,7 +42,6 @@ from edgepipe.wire.tiers import keys_of
 VOCAB = 97
 NUM_SLICES = 3
 _UNKNOWN = (-1, -1)
-_MOST_CLASSES = 3
 
 
 def fold(value: int, token: int) -> int:
@@ -67,9 +69,21 @@ def reference(spec: SequenceSpec, *, context: int) -> list[int]:
 
 
 @dataclass
+class Order:
+    """A message of the engine to all slices: a step's plan, or only keys."""
+
+    keys: Sequence[PlaceKey]
+    step: ScheduledStep | None = None
+    left: list[list[list[BlockRun]]] = field(default_factory=list)  # tables of each sequence that has left
+    # By memory class: blocks that were appended to a table, and how many of them are shared ones.
+    appended: list[tuple[int, BlockRun, int]] = field(default_factory=list)
+
+
+@dataclass
 class Memory:
     """What a slice keeps."""
 
+    held: HeldKeys  # what a stage tells another engine
     # block * block_size + offset -> token, and all up to it folded
     slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     # slot -> tokens before the state, and these folded
@@ -79,7 +93,7 @@ class Memory:
     # By memory class and place in host memory: what a block or a slot held.
     host: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
     disk: defaultdict[int, dict[int, list[tuple[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    held: HeldKeys = field(default_factory=lambda: HeldKeys(_MOST_CLASSES))  # what a stage tells another engine
+    orders: deque[Order] = field(default_factory=deque[Order])  # that it has not got
     begun: dict[int, Sequence[BegunMove]] = field(default_factory=dict[int, Sequence[BegunMove]])  # by step in flight
     moves_behind: list[BegunMove] = field(default_factory=list[BegunMove])  # of steps that ended before this slice
 
@@ -89,12 +103,29 @@ class Memory:
         self.held.end(self.moves_behind)
         self.moves_behind.clear()
 
-    def holds(self, limits: SchedulerLimits) -> HeldBelow:
+    def holds(self, limits: SchedulerLimits) -> HeldTiers:
         """Return what the stage tells another engine."""
-        tiers = [dict[bytes, int]() for _ in limits.host_places], [dict[bytes, int]() for _ in limits.disk_places]
+        counts = (limits.device_places, limits.host_places, limits.disk_places)
+        device, host, disk = tiers = [[dict[bytes, int]() for _ in each] for each in counts]
         for page in self.held.pages(Epoch(1, EngineId("next"))):
-            tiers[page.on_disk][page.memory_class].update(zip(keys_of(page.keys), page.places, strict=True))
-        return HeldBelow(host=tuple(tiers[0]), disk=tuple(tiers[1]))
+            tiers[page.tier][page.memory_class].update(zip(keys_of(page.keys), page.places, strict=True))
+        return HeldTiers(device=tuple(device), host=tuple(host), disk=tuple(disk))
+
+    def obey(self, *, up_to: int | None = None) -> None:
+        """Get the orders up to a step's; None: all. What they say is written may be so from then on."""
+        while self.orders and (up_to is None or up_to not in self.begun):
+            order = self.orders.popleft()
+            self.held.name(order.keys)
+            for tables in order.left:
+                self.held.release(tables)
+            for number, run, shared in order.appended:
+                self.held.append(number, run, shared=shared)
+            if (step := order.step) is not None:
+                for copy in step.copies:
+                    self.held.append(0, BlockRun(copy.target, 1))
+                for state in step.states:
+                    self.held.write_states(state)
+                self.begun[step.step] = self.held.begin(step.moves)
 
     def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Perform moves to host memory and back, in order."""
@@ -172,7 +203,7 @@ class World:
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
         # By windowed class: what a stage knows, by sequence and place.
         self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
-        self.slices = [Memory() for _ in range(NUM_SLICES)]
+        self.slices = [self._new_memory() for _ in range(NUM_SLICES)]
         self.computed: Counter[int] = Counter()  # tokens, by slice, in this epoch
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
@@ -182,6 +213,9 @@ class World:
         self._turns_ahead = turns
         self.scheduler.plan_ahead()
         self.scheduler.set_turns_ahead(turns)
+
+    def _new_memory(self) -> Memory:
+        return Memory(HeldKeys(self.limits.device_places))
 
     def _new_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.limits, self.policy)
@@ -214,12 +248,13 @@ class World:
         for step in self.in_flight:  # some stages may have computed them
             self._damage(step)
         for memory in self.slices:
+            memory.obey()
             for work, _ in self.works:
                 memory.tear(work)
         for index in lost:
-            self.slices[index] = Memory()
+            self.slices[index] = self._new_memory()
         if lost and max(lost) == NUM_SLICES - 1:
-            self.slices = [Memory() for _ in self.slices]
+            self.slices = [self._new_memory() for _ in self.slices]
         else:
             if lost:
                 pool.lose(max(lost))
@@ -236,21 +271,29 @@ class World:
         done = len(self.in_flight)
         for index, memory in enumerate(self.slices):
             done = self.random.randint(0, done)  # earlier slices may have computed more
-            for place, step in enumerate(self.in_flight):
+            if known := self.random.randint(done, len(self.in_flight)):
+                memory.obey(up_to=self.in_flight[known - 1].step)
+            elif not self.in_flight and self.random.random() < 0.8:
+                memory.obey()
+            for place, step in enumerate(list(self.in_flight)[:known]):
                 begun = memory.begun[step.step]
                 if place >= done:
                     memory.spoil([each.move for each in begun if each.move.out], limits=self.limits)
-                    continue
-                memory.moves_behind += begun
+                else:
+                    memory.moves_behind += begun
+                    if step.last_slice is None or step.last_slice >= index:
+                        memory.move_all(limits=self.limits)
                 if step.last_slice is None or step.last_slice >= index:
-                    memory.move_all(limits=self.limits)
+                    self._spoil_rows(step, memory)
+            memory.orders.clear()
+            for sequence in self.tables:
+                memory.held.release(self._runs(sequence))
             for work, ready in self.works:
                 if index not in ready and (becomes := self.random.randrange(3)):
                     memory.tear(work) if becomes == 1 else memory.perform(work, limits=self.limits)
-            for tokens in (memory.slots, memory.states, memory.windows):
-                tokens.clear()
         for index in lost:
-            self.slices[index] = Memory()
+            self.slices[index] = self._new_memory()
+        self._check_reports()
         self.scheduler = self._new_scheduler()
         found = takeover([StageHolds(index, memory.holds(self.limits)) for index, memory in enumerate(self.slices)])
         if found is not None:
@@ -294,17 +337,20 @@ class World:
             sequence, drafts, position, newest = self._lots.popleft()
             self.scheduler.add_drafts(sequence, drafts, position=position, step=newest)
         while (step := self.scheduler.next_step()) is not None:
-            self._check_new(step)
-            for memory in self.slices:
-                memory.begun[step.step] = memory.held.begin(step.moves)
+            order = Order(step.keys, step)
+            self._check_new(step, order)
+            self._send(order)
             self.in_flight.append(step)
             self.steps.append(step)
             self._check_turns(step)
             count += 1
+        if keys := self.scheduler.take_keys():
+            self._send(Order(keys))
         while (back := self.scheduler.next_given_back()) is not None:
             assert 0 < len(back.places) <= 32
             self.given_back += len(back.places)
             for memory in self.slices:
+                memory.obey()
                 for place in back.places:
                     memory.host[back.number].pop(place, None)
                 memory.held.give_back(back.number, back.places)
@@ -313,6 +359,15 @@ class World:
             assert len(self.works) < 4, "stages queue no more"
             self.works.append((work, set()))
         return count
+
+    def _runs(self, sequence: SequenceId) -> list[list[BlockRun]]:
+        """Return a sequence's tables, by memory class."""
+        tables = [self.tables[sequence], *[[*table[sequence].values()] for table in self.windows]]
+        return [[BlockRun(block, 1) for block in table] for table in tables]
+
+    def _send(self, order: Order) -> None:
+        for memory in self.slices:
+            memory.orders.append(order)
 
     def _check_bound(self) -> None:
         """Each place in host memory is in use, free or given back. With nothing in flight, the bound holds."""
@@ -342,12 +397,14 @@ class World:
         if mine is None:
             return
         work, ready = mine
+        self.slices[index].obey()
         self.slices[index].perform(work, limits=self.limits)
         ready.add(index)
         while self.works and len(self.works[0][1]) == NUM_SLICES:
             done, _ = self.works.pop(0)
             reads = [place for place, move in enumerate(done.moves) if not move.out]
             failed = {place for place in reads if self.random.random() < self.damage}
+            self.slices[0].obey()
             for number, place, kept, *_ in [done.moves[index] for index in failed]:
                 self.slices[0].host[number].pop(place, None)
                 self.slices[0].held.give_back(number, [place])
@@ -363,6 +420,8 @@ class World:
         """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""
         step = self.in_flight[place]
         del self.in_flight[place]
+        for memory in self.slices:
+            memory.obey(up_to=step.step)
         if step.after is not None:
             step = step._replace(token_ids=tuple([self._sampled[step.after][each] for each in step.sequences]))
         ids = self._compute(step)
@@ -500,10 +559,11 @@ class World:
         assert self.scheduler._pool.unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._pool.num_decodes == 0  # pyright: ignore[reportPrivateUsage]
 
-    def _check_new(self, step: ScheduledStep) -> None:
+    def _check_new(self, step: ScheduledStep, order: Order) -> None:
         """No block is written while somebody else's table or step in flight holds it. Tables advance as at a stage."""
         size = self.limits.block_size
         for sequence in step.frees:
+            order.left.append(self._runs(sequence))
             del self.tables[sequence]
         for sequence in step.registers:
             assert sequence not in self.tables
@@ -511,6 +571,8 @@ class World:
         new: set[int] = set()
         for row, start, count in zip(step.block_rows, step.block_starts, step.block_counts, strict=True):
             assert 0 <= start < start + count <= self.limits.num_blocks
+            shared = step.positions[row] // size - len(self.tables[step.sequences[row]])
+            order.appended.append((0, BlockRun(start, count), min(max(0, shared), count)))
             self.tables[step.sequences[row]] += range(start, start + count)
             new |= set(range(start, start + count))
         assert {copy.target for copy in step.copies} <= new, "a copy goes into a table that has been told"
@@ -551,19 +613,23 @@ class World:
         else:
             assert all(sent.assumed for sent in flying), "a sequence goes on behind a window that may be right"
         self.most_flying = max(self.most_flying, len(flying))
-        self._check_windows(step)
+        self._check_windows(step, order)
         self._check_states(step)
         self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
         self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
 
-    def _check_windows(self, step: ScheduledStep) -> None:
+    def _check_windows(self, step: ScheduledStep, order: Order) -> None:
         """A window's blocks follow one another, and no sequence holds more than the window and the slack."""
         for tables in self.windows:
             for sequence in step.frees:
                 del tables[sequence]
             tables.update({sequence: {} for sequence in step.registers})
-        for tables, pool, new in zip(self.windows, self.limits.windows, step.windows, strict=False):
+        for number, (tables, pool, new) in enumerate(
+            zip(self.windows, self.limits.windows, step.windows, strict=False), start=1
+        ):
             for row, place, start, count in zip(*new, strict=True):
+                shared = step.positions[row] // self.limits.block_size - place
+                order.appended.append((number, BlockRun(start, count), min(max(0, shared), count)))
                 table = tables[step.sequences[row]]
                 assert 0 <= start < start + count <= pool.num_blocks
                 assert not table or place == max(table) + 1
@@ -593,20 +659,48 @@ class World:
 
     def _damage(self, step: ScheduledStep) -> None:
         """Make unknown what a step writes."""
+        for memory in self.slices:
+            memory.spoil(step.moves, limits=self.limits)
+        for memory in self._memories(step):
+            self._spoil_rows(step, memory)
+
+    def _spoil_rows(self, step: ScheduledStep, memory: Memory) -> None:
+        """Make unknown what a step's copies and rows write on one slice."""
         size, tables = self.limits.block_size, self._snapshot[step.step]
         blocks = [copy.target for copy in step.copies]
         slots = {block * size + offset for block in blocks for offset in range(size)}
         for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
             slots |= {tables[sequence][p // size] * size + p % size for p in range(position, position + count)}
+        for number, tables in enumerate(self._window_snapshot[step.step]):
+            for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+                places = [tables[sequence][p // size] * size + p % size for p in range(position, position + count)]
+                memory.windows[number].update(dict.fromkeys(places, _UNKNOWN))
+        memory.slots.update(dict.fromkeys(slots, _UNKNOWN))
+        memory.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
+
+    def _check_reports(self) -> None:
+        """Every key that a slice tells is that of what the place holds there: tokens, a window's, or a state."""
+        size, expected = self.limits.block_size, dict[bytes, tuple[int, list[int], list[int]]]()
+        for sequence, own in self.specs.items():
+            tokens, before = [*own.prompt, *self.output[sequence]], b""
+            folded = [*accumulate(tokens, fold, initial=7)]
+            for start in range(0, len(tokens) - size + 1, size):
+                before = next_key(before, tokens[start : start + size])
+                expected[before] = (start, tokens[start : start + size], folded[start + 1 : start + size + 1])
         for memory in self.slices:
-            memory.spoil(step.moves, limits=self.limits)
-        for memory in self._memories(step):
-            for number, tables in enumerate(self._window_snapshot[step.step]):
-                for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
-                    places = [tables[sequence][p // size] * size + p % size for p in range(position, position + count)]
-                    memory.windows[number].update(dict.fromkeys(places, _UNKNOWN))
-            memory.slots.update(dict.fromkeys(slots, _UNKNOWN))
-            memory.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
+            for number, held in enumerate(memory.holds(self.limits).device):
+                for key, place in held.items():
+                    start, tokens, folded = expected[key]
+                    if number > len(self.limits.windows):
+                        assert memory.states[place] == (start + size, folded[-1])
+                        continue
+                    slots = memory.windows[number - 1] if number else memory.slots
+                    right = (
+                        zip(range(start, start + size), tokens, strict=True)
+                        if number
+                        else zip(tokens, folded, strict=True)
+                    )
+                    assert [slots.get(place * size + offset) for offset in range(size)] == [*right]
 
     def _memories(self, step: ScheduledStep) -> list[Memory]:
         """Return those of the slices that compute a step."""

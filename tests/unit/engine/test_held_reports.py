@@ -1,4 +1,4 @@
-"""What a stage says of its memory below the device counts as a whole, or not at all."""
+"""What a stage says of its memory counts as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from edgepipe.backend.types import ActivationType
 from edgepipe.engine.held_reports import HeldReport
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.scheduler import HeldBelow
+from edgepipe.scheduler import HeldTiers, Tier
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.pipelines import PipelineSpec
 from edgepipe.wire.sizes import MAX_HELD
@@ -25,6 +25,7 @@ SPEC = PipelineSpec(
     activation_type=ActivationType.BF16,
     num_blocks=4,
     block_size=16,
+    state_slots=2,
     host_places=(9, 3),
     disk_places=(20, 6),
     asks_held=True,
@@ -35,8 +36,8 @@ SPEC = PipelineSpec(
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 
 
-def page(*places: int, keys: bytes, memory_class: int = 0, on_disk: bool = False, epoch: Epoch = EPOCH) -> HeldPlaces:
-    return HeldPlaces(epoch=epoch, memory_class=memory_class, on_disk=on_disk, places=places, keys=keys)
+def page(*places: int, keys: bytes, memory_class: int = 0, tier: Tier = Tier.HOST, epoch: Epoch = EPOCH) -> HeldPlaces:
+    return HeldPlaces(epoch=epoch, memory_class=memory_class, tier=tier, places=places, keys=keys)
 
 
 def test_messages_add_up() -> None:
@@ -45,11 +46,15 @@ def test_messages_add_up() -> None:
         page(8, keys=A),
         page(2, 3, keys=B + C),
         page(2, keys=A, memory_class=1),
-        page(19, keys=B, on_disk=True),
+        page(19, keys=B, tier=Tier.DISK),
+        page(3, 0, keys=A + B, tier=Tier.DEVICE),
+        page(1, keys=B, memory_class=1, tier=Tier.DEVICE),
     ):
         report.note(each)
     assert report.problem == ""
-    assert report.held() == HeldBelow(host=({A: 8, B: 2, C: 3}, {A: 2}), disk=({B: 19}, {}))
+    assert report.held() == HeldTiers(
+        device=({A: 3, B: 0}, {B: 1}), host=({A: 8, B: 2, C: 3}, {A: 2}), disk=({B: 19}, {})
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,9 @@ def test_messages_add_up() -> None:
     [
         (page(1, keys=A, memory_class=2), "it names places of memory class 2 in host memory, 2 classes are there"),
         (page(9, keys=A), "it names place 9 of 9 in host memory"),
-        (page(6, keys=A, memory_class=1, on_disk=True), "it names place 6 of 6 on disk"),
+        (page(6, keys=A, memory_class=1, tier=Tier.DISK), "it names place 6 of 6 on disk"),
+        (page(4, keys=A, tier=Tier.DEVICE), "it names place 4 of 4 on the device"),
+        (page(2, keys=A, memory_class=1, tier=Tier.DEVICE), "it names place 2 of 2 on the device"),
         (page(1, 2, keys=A), "it names 2 places with 16 bytes of keys"),
         (page(1, keys=A[:-1]), "it names 1 places with 15 bytes of keys"),
         (page(keys=b""), "it names 0 places with 0 bytes of keys"),

@@ -1,4 +1,4 @@
-"""What a new engine takes over of its stages' memory below the device: what all hold alike, and nothing else."""
+"""What a new engine takes over of its stages' memory: what all hold alike, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgepipe.scheduler import HeldBelow, StageHolds, takeover
+from edgepipe.scheduler import HeldTiers, StageHolds, takeover
 from edgepipe.scheduler.held_places import Held
 from tests.support.worlds.scheduler import NUM_SLICES, World, spec
 from tests.unit.scheduler.test_disk_tier import CHATS, LATER, PIPELINES, over_disk, taken_turns
@@ -25,10 +25,15 @@ def helds(draw: st.DrawFn) -> Held:
 
 
 two_classes = st.tuples(helds(), helds())
-belows = st.builds(lambda host, disk: HeldBelow(host=host, disk=disk), two_classes, st.just(()) | two_classes)
+tiers = st.builds(
+    lambda device, host, disk: HeldTiers(device=device, host=host, disk=disk),
+    two_classes,
+    two_classes,
+    st.just(()) | two_classes,
+)
 stages = st.integers(1, 4).flatmap(
-    lambda count: st.lists(belows, min_size=count, max_size=count).filter(
-        lambda each: len({bool(below.disk) for below in each}) == 1
+    lambda count: st.lists(tiers, min_size=count, max_size=count).filter(
+        lambda each: len({bool(own.disk) for own in each}) == 1
     )
 )
 
@@ -36,9 +41,9 @@ stages = st.integers(1, 4).flatmap(
 @settings(max_examples=40, deadline=None)
 @given(stages, st.permutations(range(4)))
 def test_only_what_all_stages_behind_the_last_lost_one_hold_in_the_same_place(
-    held: list[HeldBelow], order: list[int]
+    held: list[HeldTiers], order: list[int]
 ) -> None:
-    reports = [StageHolds(order[index], below) for index, below in enumerate(held)]
+    reports = [StageHolds(order[index], own) for index, own in enumerate(held)]
     found = takeover(reports)
     lost = max([report.last_slice for report in reports if not report.held], default=-1)
     behind = [tiers_of(report.held) for report in reports if report.last_slice > lost]
@@ -55,24 +60,26 @@ def test_only_what_all_stages_behind_the_last_lost_one_hold_in_the_same_place(
         assert found.stale_to == (lost if lost >= 0 else None)
 
 
-def tiers_of(below: HeldBelow) -> list[Held]:
-    return [*below.host, *below.disk]
+def tiers_of(held: HeldTiers) -> list[Held]:
+    return [*held.device, *held.host, *held.disk]
 
 
 def test_a_stage_that_holds_nothing_at_the_end_leaves_nothing() -> None:
-    full = HeldBelow(host=({KEYS[0]: 1},))
-    assert takeover([StageHolds(0, full), StageHolds(1, HeldBelow(host=({},)))]) is None
-    found = takeover([StageHolds(0, HeldBelow(host=({},))), StageHolds(1, full)])
+    full, empty = HeldTiers(device=({},), host=({KEYS[0]: 1},)), HeldTiers(device=({},), host=({},))
+    assert takeover([StageHolds(0, full), StageHolds(1, empty)]) is None
+    found = takeover([StageHolds(0, empty), StageHolds(1, full)])
     assert found is not None
     assert (found.held, found.stale_to, found.num_blocks) == (full, 0, 1)
 
 
-def test_found_blocks_are_those_of_the_context_in_either_tier() -> None:
-    """A window's blocks and a block that is in both tiers count no second time."""
-    held = HeldBelow(host=({KEYS[0]: 1, KEYS[1]: 2}, {}), disk=({KEYS[1]: 0, KEYS[2]: 3}, {KEYS[0]: 0}))
+def test_found_blocks_are_those_of_the_context_in_any_tier() -> None:
+    """A window's blocks and a block that is in two tiers count no second time."""
+    held = HeldTiers(
+        device=({KEYS[4]: 5}, {}), host=({KEYS[0]: 1, KEYS[1]: 2}, {}), disk=({KEYS[1]: 0, KEYS[2]: 3}, {KEYS[0]: 0})
+    )
     found = takeover([StageHolds(0, held)])
     assert found is not None
-    assert found.num_blocks == 3
+    assert found.num_blocks == 4
 
 
 def ask_all_again(world: World) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -64,11 +65,9 @@ turns = st.lists(
 )
 
 
-def play(
-    pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], *, damage: float = 0.0, breakage: float = 0.0
-) -> World:
-    """Let four conversations take turns, each of which goes on from its last answer."""
-    world = World(pipeline, policy, damage=damage, breakage=breakage)
+def play(pipeline: SchedulerLimits, policy: Policy, turns: list[Turn], **more: Any) -> World:
+    """Let four conversations take turns, each of which goes on from its last answer. ``more``: see ``World``."""
+    world = World(pipeline, policy, **more)
     latest: dict[int, int] = {}  # newest sequence of each conversation
     next_id = 0
     for kind, chat, question, answer in turns:

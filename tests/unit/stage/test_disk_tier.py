@@ -15,6 +15,7 @@ import pytest
 from edgepipe.backend.types import TierMove
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch
+from edgepipe.scheduler import Tier
 from edgepipe.stage import tier_file
 from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.held_keys import HeldKeys
@@ -144,13 +145,13 @@ async def test_what_an_ended_epoch_reads_reaches_host_memory_no_more(tmp_path: P
 
 def with_keys(*places: int) -> HeldKeys:
     """The keys of these places in host memory: each has its number sixteen times."""
-    held = HeldKeys(1)
+    held = HeldKeys([9])
     held.end(held.begin([TierMove(0, 0, place, out=True, key=bytes([place]) * 16) for place in places]))
     return held
 
 
 def on_disk(held: HeldKeys) -> dict[bytes, int]:
-    pages = [page for page in held.pages(Epoch(1, EngineId("e"))) if page.on_disk]
+    pages = [page for page in held.pages(Epoch(1, EngineId("e"))) if page.tier == Tier.DISK]
     return {key: place for page in pages for key, place in zip(keys_of(page.keys), page.places, strict=True)}
 
 

@@ -16,7 +16,9 @@ from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
 from edgepipe.sampling import SamplingParams, SequenceSampler, logit_edits, sample
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.lookup import LookupDrafter
+from edgepipe.scheduler import PlaceKey
 from edgepipe.stage.drafting import SequenceDrafter
+from edgepipe.stage.held_keys import HeldKeys
 from edgepipe.stage.sequences import ScoredPart, SequenceTable
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import PlanRow, StepPlan, plan_from_wire
@@ -36,8 +38,13 @@ def register(sequence: int, *, prompt_tokens: int = 1, seed: int = 0) -> Registr
     )
 
 
-def new_table(new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None) -> SequenceTable:
+def new_table(
+    new_drafter: Callable[[Registration, SequenceSampler], SequenceDrafter] | None = None,
+    *,
+    held: HeldKeys | None = None,
+) -> SequenceTable:
     return SequenceTable(
+        held=held,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         host_places=(HOST_BLOCKS,),
@@ -245,3 +252,21 @@ def test_rows_that_can_use_no_drafts_share_one_wish() -> None:
     (wish,) = table.apply(plan(4, wanted)).wishes
     assert wish is not None
     assert (wish.count, wish.sequence) == (4, 1)
+
+
+def test_a_plan_takes_the_keys_of_what_it_writes_and_leaves_those_of_shared_blocks() -> None:
+    held = HeldKeys((NUM_BLOCKS,))
+    table = new_table(held=held)
+    held.name([PlaceKey(0, block, bytes([block]) * 16) for block in range(20)])
+    first = row(1, 2 * BLOCK_SIZE, 5, (3, 1), (8, 4))  # blocks 3 and 8 are shared
+    table.apply(plan(1, first, registers=begin(table, register(1, prompt_tokens=40))))
+    assert [place for place in range(20) if place not in kept(held)] == [9, 10, 11]
+    table.apply(plan(2, row(1, 13, 1, (12, 1)), copies=(BlockCopy(3, 15),)))
+    assert [place for place in range(20) if place not in kept(held)] == [9, 10, 11, 12, 15]
+    table.apply(plan(3, frees=(SequenceId(1),)))
+    assert kept(held)[-2:] == [8, 3], "the beginning of the chat is the last that goes"
+
+
+def kept(held: HeldKeys) -> list[int]:
+    """Return the places with keys, longest unused first."""
+    return [place for page in held.pages(EPOCH) for place in page.places]

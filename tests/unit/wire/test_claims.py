@@ -15,6 +15,7 @@ from edgepipe.engine.pump import Pump
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.log import RequestLog
+from edgepipe.scheduler import Tier
 from edgepipe.wire.tiers import HeldPlaces, keys_of
 from tests.support.cluster.claims import RECEIVERS, Receiver, bounded_work
 from tests.support.cluster.fuzz_messages import MessageFuzzer
@@ -101,7 +102,7 @@ def without_the_checks_of_what_is_held(patch: pytest.MonkeyPatch) -> None:
     """All pass that can be added up."""
 
     def note(report: HeldReport, page: HeldPlaces) -> None:
-        held = report._held[page.on_disk]  # pyright: ignore[reportPrivateUsage]
+        held = report._held[Tier(page.tier)]  # pyright: ignore[reportPrivateUsage]
         held[min(page.memory_class, len(held) - 1)].update(zip(keys_of(page.keys), page.places, strict=False))
 
     patch.setattr(HeldReport, "note", note)
