@@ -238,11 +238,13 @@ def _predictions(shown: Preview) -> Iterator[RenderableType]:
 def words_of_drafts(drafts: DraftForecast) -> str:
     """Describe what drafts bring to one chat."""
     shares = [f"{share:.0%}" for share in drafts.right[: max(1, drafts.count)]]
+    each = f"{format_duration_s(drafts.draft_s)} each, "
     right = f"if {', '.join(shares)} are right"
     if not drafts.count:
-        return f"none pays: {format_duration_s(drafts.draft_s)} each, {right}"
-    each = "a turn" if drafts.in_flight == 1 else f"in each of {drafts.in_flight} windows in flight"
-    return f"{drafts.factor:.2f}x: {drafts.count} {each}, {format_duration_s(drafts.draft_s)} each, {right}"
+        return f"none pays: {each}{right}"
+    if drafts.in_flight > 1:
+        return f"{drafts.factor:.2f}x: {drafts.in_flight} windows of {drafts.count}, {each}{', '.join(shares)} right"
+    return f"{drafts.factor:.2f}x: {drafts.count} a turn, {each}{right}"
 
 
 def _long_prompt(prompt: LongPrompt, chats: int) -> Iterator[tuple[str, str, str]]:

@@ -72,7 +72,7 @@ def test_a_draft_model_is_counted_beside_the_head(run: Run) -> None:
     assert drafts["tokens_per_s"] == pytest.approx(drafting["one_chat_tokens_per_s"] * drafts["factor"], rel=1e-3)
     assert drafts["num_bytes"] == pytest.approx(second - first, rel=1e-3)
     picture = run(*imagined[:-1], "--draft", "llama-3.2-3b:q4_k_m").out
-    assert f"{drafts['factor']:.2f}x: {drafts['count']} a turn" in picture
+    assert f"{drafts['factor']:.2f}x: {drafts['in_flight']} windows of {drafts['count']}, " in picture
     assert max(map(len, picture.splitlines())) <= 80
     refused = run(*imagined, "--draft", "qwen3.6-27b")
     assert refused.code == 2
