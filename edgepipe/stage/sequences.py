@@ -14,7 +14,7 @@ from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.drafting import DraftWish, SequenceDrafter
-from edgepipe.stage.held_keys import HeldKeys
+from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.mtp_drafter import KeptPart, NextIds
 from edgepipe.wire.intake import registration_fault
 from edgepipe.wire.plans import NewWindow, PlanRow, StepPlan
@@ -79,6 +79,7 @@ class PlannedRows:
     score_rows: ScoreRows | None = None  # rows of all parts, concatenated
     next_ids: TokenIds | None = None  # see ``Step``
     kept: tuple[KeptPart, ...] = ()  # tokens whose output drafters take
+    begun: tuple[BegunMove, ...] = ()  # the plan's moves; empty without ``HeldKeys``
 
 
 class SequenceTable:
@@ -151,6 +152,8 @@ class SequenceTable:
             self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)
         self._check_moves(plan)
+        # A step moves, then copies, then computes: a row may write what its own step's move has brought.
+        begun = self._held.begin(plan.moves) if self._held is not None and plan.moves else ()
         if self._held is not None and plan.copies:
             for copy in plan.copies:
                 self._held.append(0, BlockRun(copy.target, 1))
@@ -159,7 +162,7 @@ class SequenceTable:
         states = [self._advance(plan, row) for row in plan.rows]
         if any((row.state is not None) != bool(self._state_slots) for row in plan.rows):
             raise _bad(plan, "it names slots of states", f"the pipeline has {self._state_slots}")
-        return _rows(plan, states)
+        return _rows(plan, states, begun)
 
     def release_all(self) -> None:
         """Note that no sequence goes on."""
@@ -293,7 +296,7 @@ def _joined(runs: Runs, run: BlockRun) -> Runs:
     return (*runs, run)
 
 
-def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
+def _rows(plan: StepPlan, states: list[SequenceState], begun: tuple[BegunMove, ...]) -> PlannedRows:
     rows: list[StepRow] = []
     logit_rows: list[int] = []
     samples: list[SampleRow] = []
@@ -342,6 +345,7 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
         score_rows=scores.finish(),
         next_ids=following.finish(),
         kept=tuple(following.parts),
+        begun=begun,
     )
 
 

@@ -452,8 +452,7 @@ class StageEpoch:
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
         self._moves += plan.moves
-        if self._held is not None and plan.moves:
-            self._begun += self._held.begin(plan.moves)
+        self._begun += rows.begun
         if self._host is not None and plan.moves:
             self._host.moved(plan.moves)
         if plan.lot and last is not None:

@@ -118,14 +118,15 @@ class Memory:
             self.held.name(order.keys)
             for tables in order.left:
                 self.held.release(tables)
+            if (step := order.step) is not None:
+                self.begun[step.step] = self.held.begin(step.moves)
             for number, run, shared in order.appended:
                 self.held.append(number, run, shared=shared)
-            if (step := order.step) is not None:
+            if step is not None:
                 for copy in step.copies:
                     self.held.append(0, BlockRun(copy.target, 1))
                 for state in step.states:
                     self.held.write_states(state)
-                self.begun[step.step] = self.held.begin(step.moves)
 
     def move(self, moves: Sequence[TierMove], *, limits: SchedulerLimits) -> None:
         """Perform moves to host memory and back, in order."""

@@ -267,6 +267,16 @@ def test_a_plan_takes_the_keys_of_what_it_writes_and_leaves_those_of_shared_bloc
     assert kept(held)[-2:] == [8, 3], "the beginning of the chat is the last that goes"
 
 
+def test_a_block_that_a_step_writes_after_its_own_move_brought_it_has_no_key() -> None:
+    held = HeldKeys((NUM_BLOCKS,))
+    held.end(held.begin([TierMove(0, place, place, True, bytes([place]) * 16) for place in (5, 6)]))
+    table = new_table(held=held)
+    moves = tuple([TierMove(0, 10 + place, place, False) for place in (5, 6)])
+    rows = table.apply(plan(1, row(1, 0, 1, (15, 1)), registers=begin(table, register(1)), moves=moves))
+    held.end(rows.begun)
+    assert [place for place in kept(held) if place >= 10] == [16]
+
+
 def kept(held: HeldKeys) -> list[int]:
     """Return the places with keys, longest unused first."""
     return [place for page in held.pages(EPOCH) for place in page.places]
