@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from itertools import product
 
 import pytest
 
 from tests.cluster.test_engine_disk_tier import ANSWER, CHATS, LENGTH, Users
 from tests.cluster.test_engine_kept_kv import tokens_computed
-from tests.cluster.test_engine_tiers_found import have_ended, replace_engine
+from tests.cluster.test_engine_tiers_found import kill_engines, replace_engine
 from tests.cluster.test_engine_truth import TIERS
-from tests.support.engine.lab import engine_lab, lose_kv, oracle_tokens, submission
+from tests.support.engine.lab import engine_lab, lose_kv
 
 
 @asynccontextmanager
@@ -94,21 +93,5 @@ async def test_every_token_is_right_though_engines_are_killed_at_any_moment(seed
         blocks=rng.choice([30, 60, 200]),
         acceptance=rng.choice(["", "0.5"]),
     ) as world:
-        known = world.known
-        for attempt in range(5):
-            names = [f"{attempt}-{chat}" for chat in range(CHATS)]
-            prompts = [[*tokens, attempt] for tokens in known]
-            world.gateway.send(*(submission(*each, 8) for each in zip(names, prompts, strict=True)))
-            answers, wanted = [*map(world.gateway.answer, names)], rng.randint(0, CHATS)
-            await world.gateway.until(partial(have_ended, answers, wanted))
-            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-                right = oracle_tokens(prompt, 8, config=TIERS[name][0])
-                assert answer.ids == right[: len(answer.ids)]
-                if answer.ended is not None:
-                    known[number] = [*prompt, *right]
-            if rng.random() < 0.3:
-                lose_kv(world.lab, rng.randrange(2))
-            await replace_engine(world)
-        await world.round()
-        await replace_engine(world)
+        await kill_engines(world, name, rng)
         assert await world.turn(CHATS - 1) > 0, "the newest chat is still there"

@@ -131,27 +131,32 @@ def have_ended(answers: Sequence[Answer], wanted: int) -> bool:
     return sum(each.ended is not None for each in answers) >= wanted
 
 
+async def kill_engines(world: Users, name: str, rng: random.Random) -> None:
+    """Kill engines while some chats of the model ``name`` get their answers, whose tokens are checked. Lose KV, too."""
+    known = world.known
+    for attempt in range(5):
+        names = [f"{attempt}-{chat}" for chat in range(CHATS)]
+        prompts = [[*tokens, attempt] for tokens in known]
+        world.gateway.send(*(submission(*each, 8) for each in zip(names, prompts, strict=True)))
+        answers, wanted = [*map(world.gateway.answer, names)], rng.randint(0, CHATS)
+        await world.gateway.until(partial(have_ended, answers, wanted))
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            right = oracle_tokens(prompt, 8, config=TIERS[name][0])
+            assert answer.ids == right[: len(answer.ids)]
+            if answer.ended is not None:
+                known[number] = [*prompt, *right]
+        if rng.random() < 0.3:
+            lose_kv(world.lab, rng.randrange(2))
+        await replace_engine(world)
+    await world.round()
+    await replace_engine(world)
+
+
 @pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12)]])
 async def test_every_token_is_right_though_engines_are_killed_at_any_moment(seed: int) -> None:
     """Answers break off in the middle of steps and of copies; stages are lost meanwhile, too."""
     rng = random.Random(seed)
     name = rng.choice([*TIERS])
     async with users(name, rng.choice([HOST, DISK]), contiguous_kv=rng.random() < 0.5) as world:
-        known = world.known
-        for attempt in range(5):
-            names = [f"{attempt}-{chat}" for chat in range(CHATS)]
-            prompts = [[*tokens, attempt] for tokens in known]
-            world.gateway.send(*(submission(*each, 8) for each in zip(names, prompts, strict=True)))
-            answers, wanted = [*map(world.gateway.answer, names)], rng.randint(0, CHATS)
-            await world.gateway.until(partial(have_ended, answers, wanted))
-            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-                right = oracle_tokens(prompt, 8, config=TIERS[name][0])
-                assert answer.ids == right[: len(answer.ids)]
-                if answer.ended is not None:
-                    known[number] = [*prompt, *right]
-            if rng.random() < 0.3:
-                lose_kv(world.lab, rng.randrange(2))
-            await replace_engine(world)
-        await world.round()
-        await replace_engine(world)
+        await kill_engines(world, name, rng)
         assert sum(await world.round()) > 0

@@ -54,7 +54,15 @@ async def test_a_chat_that_left_the_device_goes_on_with_the_same_answer(demo_mod
     assert "edgepipe_kv_host_blocks" in metrics
 
 
-async def test_chats_outlive_the_engine_in_ram_and_on_disk(demo_model: StoredModel) -> None:
+@pytest.mark.parametrize(
+    ("kv_ram", "kv_disk", "room", "chats", "again"),
+    [("20MB", "400MB", 1, 5, 2), ("off", "off", 8, 3, 3)],
+    ids=["in RAM and on disk", "on the device"],
+)
+async def test_chats_outlive_the_engine(
+    demo_model: StoredModel, kv_ram: str, kv_disk: str, room: int, chats: int, again: int
+) -> None:
+    """The device has room for ``room`` chats; ``again``: so many of them are asked again."""
     nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
     plan = LocalCluster(
         cluster=f"kv-kill-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
@@ -62,40 +70,19 @@ async def test_chats_outlive_the_engine_in_ram_and_on_disk(demo_model: StoredMod
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
         request = serve_request(
-            "demo", plan="a:0-14,b:15-29", kv_tokens=TOKENS, kv_ram="20MB", kv_disk="400MB", draft="off"
+            "demo", plan="a:0-14,b:15-29", kv_tokens=room * TOKENS, kv_ram=kv_ram, kv_disk=kv_disk, draft="off"
         )
         await serve_with_progress(admin, request)
         port = started[1].http_port
         await until_answers(port)
-        first = [await told(port, number) for number in range(5)]
+        first = [await told(port, number) for number in range(chats)]
         (child,) = children(await admin.status(), "engine")
         child.kill()
-        again = [await told(port, number) for number in range(2)]  # the gateway waits for the next engine
+        found = [await told(port, number) for number in range(again)]  # the gateway waits for the next engine
         assert [process.pid for process in children(await admin.status(), "engine")] != [child.pid]
-    assert [known for _, known in first] == [0] * 5
-    assert all(known > 200 for _, known in again), again
-    assert [answer for answer, _ in again] == [answer for answer, _ in first[:2]]
-
-
-async def test_chats_on_the_device_outlive_the_engine(demo_model: StoredModel) -> None:
-    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
-    plan = LocalCluster(
-        cluster=f"kv-keys-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
-    )
-    async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
-        assert await wait_until_joined(admin, num_nodes=2, timeout_s=60.0)
-        request = serve_request("demo", plan="a:0-14,b:15-29", kv_tokens=8 * TOKENS, draft="off")
-        await serve_with_progress(admin, request)
-        port = started[1].http_port
-        await until_answers(port)
-        first = [await told(port, number) for number in range(3)]
-        (child,) = children(await admin.status(), "engine")
-        child.kill()
-        again = [await told(port, number) for number in range(3)]  # the gateway waits for the next engine
-        assert [process.pid for process in children(await admin.status(), "engine")] != [child.pid]
-    assert [known for _, known in first] == [0] * 3
-    assert all(known > 200 for _, known in again), again
-    assert [answer for answer, _ in again] == [answer for answer, _ in first]
+    assert [known for _, known in first] == [0] * chats
+    assert all(known > 200 for _, known in found), found
+    assert [answer for answer, _ in found] == [answer for answer, _ in first[:again]]
 
 
 async def told(port: int, number: int) -> tuple[str, int]:

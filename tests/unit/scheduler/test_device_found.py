@@ -64,7 +64,7 @@ def test_all_chats_go_on_where_they_were(name: str) -> None:
     assert found is not None
     assert found.num_blocks == CHATS * ((LENGTH + ANSWER - 1) // 4)
     assert go_on(world) == [whole_blocks(LENGTH + ANSWER - 1)] * CHATS
-    assert world.next_engine() is not None, "what the second engine computed is told, too"
+    assert world.next_engine() is not None, "stages tell what they computed for the second engine, too"
 
 
 def test_a_slice_that_got_the_last_keys_alone_does_not_decide() -> None:
