@@ -55,7 +55,7 @@ def decode(ring: Settings, *, link: str, sequences: int, micro_batches: str) -> 
 
 
 def measure(*runs: Settings, workload: Workload | None = None) -> list[RunReport]:
-    """On real nodes; runs in a row over one kind of link share them. ``workload`` replaces that of the settings."""
+    """Run on real nodes; runs in a row over one kind of link share them. ``workload`` replaces that of the settings."""
 
     def tell(what: str, done: int, total: int) -> None:
         if not total or done == total:
@@ -227,7 +227,7 @@ def sizing_rows(full: bool) -> list[Row]:
 
 
 def _confirmed(settings: Settings, fixed: list[Fixed], ring: str) -> Row:
-    """On the runtime: ``auto`` against the best of these."""
+    """Compare ``auto`` with the best of these on the runtime."""
     choices = [{**settings, "micro-batches": str(one.micro_batches)} for one in fixed]
     auto, *others = (report.steady_tokens_per_s for report in measure(settings, *choices))
     name = f"  runtime: auto, {ring}, {settings['link']}, {settings['requests']} sequences"

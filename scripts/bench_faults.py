@@ -346,7 +346,7 @@ async def _sample(cluster: ChaosCluster, at_s: float) -> _Sample:
 
 
 def _gained(counts: Sequence[int]) -> float:
-    """From the first ten to the last ten: one of them may be taken while something goes on."""
+    """Return the growth from the first ten counts to the last ten: a count may be taken while something goes on."""
     return statistics.median(counts[-10:]) - statistics.median(counts[:10])
 
 

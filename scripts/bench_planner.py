@@ -301,7 +301,7 @@ class Prediction(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of what was measured."""
+        """The prediction's error as a part of what was measured."""
         return abs(self.predicted / self.measured - 1)
 
 
@@ -311,12 +311,12 @@ def right_rows(full: bool) -> list[Row]:
 
 
 def right_emulated_rows(full: bool) -> list[Row]:
-    """Of ``right`` the emulated clusters alone."""
+    """Measure the part of ``right`` with emulated clusters."""
     return _errors(asyncio.run(_emulated_predictions(full)))
 
 
 def right_real_rows(full: bool) -> list[Row]:
-    """Of ``right`` the real model alone."""
+    """Measure the part of ``right`` with the real model."""
     return _errors(_real_predictions())
 
 

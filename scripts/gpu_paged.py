@@ -82,7 +82,7 @@ def paged_rows() -> Iterator[Row]:
 
 
 class Layers:
-    """As many layers' pages as no cache holds, each of which a row of a graph's step reads."""
+    """Pages of more layers than any cache holds; a row of a graph's step reads those of each layer."""
 
     def __init__(
         self, shape: Shape, library: CudaLibrary, device: torch.device, *, rows: int, context: int, kv: str
@@ -91,7 +91,7 @@ class Layers:
         self._heads = heads = shape.heads(device)
         self._kernel = library.paged(paged_form(heads, kv))
         pages, sizes = context // PAGE_TOKENS, (heads.head_dim, heads.value_width)
-        self.read_bytes = rows * context * heads.entries * vector_bytes(kv or "bfloat16", *sizes)  # by a call
+        self.read_bytes = rows * context * heads.entries * vector_bytes(kv or "bfloat16", *sizes)  # read by one call
         self._count = max(2, -int(-_UNCACHED_BYTES // self.read_bytes))
         shape_of_one = rows * pages, PAGE_TOKENS, heads.entries, heads.head_dim
         made = (torch.randn(shape_of_one, dtype=torch.bfloat16, device=device) for _ in range(self._count))

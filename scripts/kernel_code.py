@@ -155,9 +155,9 @@ class FormCode:
     """A form's products of up to some rows."""
 
     rows: int
-    experts: bool  # whether of a mixture's experts
+    experts: bool  # whether the product is for a mixture's experts
     registers: int
-    stack_bytes: int  # of a thread; 0: nothing spills
+    stack_bytes: int  # stack of one thread; 0: nothing spills
     blocks: int  # blocks that a multiprocessor holds
     instructions: float | None  # for a tile and a warp; None: not disassembled
 

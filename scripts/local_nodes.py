@@ -149,7 +149,7 @@ async def complete_at(
     ignore_eos: bool = True,
     at_once: int = 0,
 ) -> list[Answer]:
-    """As ``complete``, for the one model that a node serves; every prompt has a seed of its own.
+    """Call ``complete`` for the one model that a node serves; every prompt has a seed of its own.
 
     ``at_once``: so many of them at a time, the next as soon as one has its answer; 0: all.
     """

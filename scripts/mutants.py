@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contexts:
-    """Which tests run a line, and how long each takes."""
+    """The tests that run each line, and how long each test takes."""
 
     by_line: dict[str, dict[int, list[str]]]  # node ids by path and line
     seconds: dict[str, float]

@@ -72,7 +72,7 @@ def _allowed(step_ms: list[float]) -> float:
 
 
 def _at_least(name: str, value: float, baseline: float, of: str, ratio: float, target: float) -> Row:
-    """With the median of the rounds' own ratios."""
+    """Return a row whose ratio is the median of the rounds' own ratios."""
     return Row(name, value, "tok/s", baseline, of, ratio, f">= {target:.2f}x", ratio >= target)
 
 

@@ -41,7 +41,7 @@ class Kept:
 
     @property
     def name(self) -> str:
-        """Of the file, without suffixes."""
+        """The file's name without suffixes."""
         return slug(f"{self.family} {self.form.lower()}")
 
 

@@ -178,7 +178,7 @@ FAMILIES: dict[str, Family] = {
         "Lfm2MoeConfig", _EXPERTS, _MIXED, {"num_dense_layers": 1, "tie_word_embeddings": True}, recurrent=True
     ),
 }
-"""By name as tables show it."""
+"""Keys are the names in tables."""
 
 
 def slug(name: str) -> str:

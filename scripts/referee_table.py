@@ -15,7 +15,7 @@ _KL_NOISE = 1e-8  # nats; below it, rounding of float32 decides
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of logits to the right ones."""
+    """How far logits are from the right ones."""
 
     largest: float  # relative to the largest logit
     other_tokens: int  # positions whose most likely token differs
@@ -23,7 +23,7 @@ class Difference:
     kl: float  # nats, mean over positions
 
     def text(self) -> str:
-        """As one cell of a table."""
+        """Return one cell of a table."""
         other = f", {self.other_tokens} of {self.positions} other" if self.other_tokens else ""
         return f"{self.largest:.0e}, KL {self.kl:.0e}{other}"
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import psutil
 
 _EACH_S = 1.0  # time between two looks
-_QUIET_SHARE = 0.1  # of a core: all processes together rest at once if they take no more
-_BUSY_SHARE = 0.5  # of a core: a process that could use more does not rest
+_QUIET_SHARE = 0.1  # part of a core: all processes together rest at once if they take no more
+_BUSY_SHARE = 0.5  # part of a core: a process that could use more does not rest
 _CALM_LOOKS = 3  # looks without such a process
 
 

@@ -69,7 +69,7 @@ def _packets(count: int, cluster_id: str) -> Iterator[bytes]:
 
 
 def _announcement(name: str, cluster_id: str, rng: random.Random) -> bytes:
-    """As a node announces itself: PTR, SRV, TXT and A in one packet."""
+    """Return a packet like a node's announcement: PTR, SRV, TXT and A in one."""
     instance, server = f"{name}.{SERVICE_TYPE}", f"{name}.local."
     texts = {"cluster_id": cluster_id, "cluster": "home", "node_id": name, "name": name[:20], "version": "1"}
     texts["protocol"] = str(PROTOCOL_VERSION)

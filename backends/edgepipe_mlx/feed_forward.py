@@ -78,4 +78,4 @@ ACTIVATIONS: Mapping[str, Product] = {
     "clamped_swiglu": _clamped_swiglu,
     "relu2": _relu2,
 }
-"""By ``layer_spec.Activation``: of a gate and an up product."""
+"""Keys are ``layer_spec.Activation``; each function takes a gate and an up product."""

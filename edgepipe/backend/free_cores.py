@@ -17,8 +17,8 @@ class CoreTimes(NamedTuple):
     """Processor time up to a moment."""
 
     at_s: float  # monotonic
-    busy_s: float  # of all programs together, this process included
-    own_s: float  # of this process
+    busy_s: float  # processor time of all programs, this process included
+    own_s: float  # processor time of this process
 
 
 class ThreadChoice:
@@ -33,7 +33,7 @@ class ThreadChoice:
         self._most = most
         self._cores = cores
         self._last: CoreTimes | None = None  # since then steps followed each other
-        self._ended_s = 0.0  # of the newest step
+        self._ended_s = 0.0  # when the newest step ended
         self._more = 0  # newest readings in a row that asked for more threads
 
     def due(self, now_s: float) -> bool:

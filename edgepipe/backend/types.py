@@ -172,7 +172,7 @@ class TierMove(NamedTuple):
     place: int  # block or slot on the device
     kept: int  # block or slot in host memory
     out: bool  # True: to host memory; False: back to the device
-    key: bytes = b""  # of what moves out, see ``scheduler.kv.Key``; backends do not read it
+    key: bytes = b""  # names what moves out, see ``scheduler.kv.Key``; backends do not read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +287,10 @@ class Step:
 
 
 UNKNOWN_ID = -1
-"""In ``Step.next_ids``: the token behind is not known yet, and the output is kept for ``DraftRow``."""
+"""A value of ``Step.next_ids``: the next token is not known yet, and the output is kept for ``DraftRow``."""
 
 NO_DRAFT = -2
-"""In ``Step.next_ids``: nothing drafts for the sequence by that layer."""
+"""A value of ``Step.next_ids``: nothing drafts for the sequence by that layer."""
 
 Kept: TypeAlias = Any
 """The backend's own ``[U, H]``: the model's output behind its final norm. Can be sliced; used on the compute thread."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgepipe.wire.nodes import ClusterStatus
 
 USUAL_SAMPLING: Mapping[str, float] = {"temperature": 0.7}
-"""For models whose makers advise no sampling: small models repeat themselves under greedy sampling."""
+"""Sampling of models whose makers advise none: small models repeat themselves under greedy sampling."""
 
 _MAX_NAMED = 2  # nodes named in an error
 

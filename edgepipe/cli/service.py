@@ -57,7 +57,7 @@ def install(
         for command in plan.install:
             print(f"  {shlex.join(command)}")
         return
-    from edgepipe.cli.restarting import running_node, stop_for_service  # that module imports this one
+    from edgepipe.cli.restarting import running_node, stop_for_service  # it imports this module
 
     if (node := running_node(folder)) is not None and node.service is None:
         stop_for_service(node)

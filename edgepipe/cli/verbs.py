@@ -64,7 +64,7 @@ VERBS = {
         Verb("config", "Settings and where they come from."),
     )
 }
-"""In the order of ``edgepipe --help``."""
+"""The order is that of ``edgepipe --help``."""
 
 
 class VerbGroup(TyperGroup):

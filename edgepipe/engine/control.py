@@ -216,8 +216,8 @@ class PlannedStep(NamedTuple):
     """A step for the stages."""
 
     step: ScheduledStep
-    registrations: Sequence[Registration]  # of the sequences that begin in it
-    last_slice: int  # where it ends
+    registrations: Sequence[Registration]  # sequences that begin in this step
+    last_slice: int  # the slice at which the step ends
 
 
 class StepWriter:

@@ -18,7 +18,7 @@ class DiskAnswer:
     failed: set[int] = field(default_factory=set[int])
     seconds: float = 0.0
     problem: str = ""
-    stages: set[int] = field(default_factory=set[int])  # that have answered
+    stages: set[int] = field(default_factory=set[int])  # the stages whose answer has come
 
 
 class DiskAnswers:

@@ -36,7 +36,7 @@ from edgepipe.wire.pipelines import PipelineSpec, RingNeighbour
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES_PER_S = 10e9  # between a device and host memory: a careful figure for PCIe 4 x16
-_CHUNK_TOKENS = 512  # of a prompt, whose time says what a token takes
+_CHUNK_TOKENS = 512  # a chunk of a prompt: its time says what a token takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

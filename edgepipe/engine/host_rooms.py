@@ -13,7 +13,7 @@ class HostRooms:
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self._rooms: dict[int, tuple[str, HostRoom]] = {}  # by stage: name of its node, newest report
+        self._rooms: dict[int, tuple[str, HostRoom]] = {}  # node's name and newest report of each stage
 
     def note(self, stage: int, node_name: str, room: HostRoom) -> int | None:
         """Add a stage's report. Return the share of host memory that may be used, in permille.

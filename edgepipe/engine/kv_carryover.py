@@ -45,7 +45,7 @@ class HeldNumbers(NamedTuple):
 NO_NUMBERS = HeldNumbers()
 
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
-"""By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not reported."""
+"""The epoch since which KV of these slices holds all that this engine's steps wrote; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

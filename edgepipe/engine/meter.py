@@ -22,7 +22,7 @@ class WindowSum:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._entries: deque[tuple[float, float]] = deque()
-        self._sum = 0.0  # of the entries
+        self._sum = 0.0  # total of the entries' amounts
 
     def add(self, amount: float) -> None:
         """Add ``amount`` at the current time."""
@@ -63,7 +63,7 @@ class StageMeter:
         self._hop_bytes = 0
         self._hop_latency_counts = [0] * (len(HOP_LATENCY_S) + 1)
         self._hop_latency_s = 0.0
-        self._newest_steps = [0, 0]  # that the stage reported: express, bulk
+        self._newest_steps = [0, 0]  # newest steps that the stage reported: express, bulk
 
     def newest_step(self, *, bulk: bool) -> int:
         """Return the newest reported step with prompt tokens (``bulk``) or without; 0 before the first."""

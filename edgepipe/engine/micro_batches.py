@@ -77,9 +77,9 @@ class MicroBatches:
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
         self._periods_s: list[float] = []  # see ``period_s``, by rows
         self._slowest_s: list[float] = []  # see ``slowest_s``, by rows
-        self._sheets: dict[int, tuple[tuple[float, ...], Floats]] = {}  # by slice: shares of experts, seconds by rows
+        self._sheets: dict[int, tuple[tuple[float, ...], Floats]] = {}  # a slice's shares of experts, seconds by rows
         self._predicts_windows = False  # a step has asked for drafts
-        self._drafts_asked: dict[StepId, int] = {}  # of the newest steps that ask for drafts
+        self._drafts_asked: dict[StepId, int] = {}  # how many each of the newest steps asks for
         self._drafts_s: deque[float] = deque(maxlen=_DRAFT_TIMES)
         self.pacer = Pacer(
             RingTimes(

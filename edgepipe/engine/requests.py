@@ -248,7 +248,7 @@ class GatewayStream:
 
 def _pack(choice: Choice, packed: EngineNews) -> bool:
     """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
-    if choice.ending is None and not choice.prompt_read and not choice.is_scored:  # of almost every token
+    if choice.ending is None and not choice.prompt_read and not choice.is_scored:  # almost all news
         return _pack_tokens(choice, packed)
     return (
         (not choice.prompt_read or _pack_read(choice, packed))

@@ -28,9 +28,9 @@ class StageSite:
     weight_bytes: int
     kv_block_bytes: int  # size of one block in all its layers
     max_blocks: int
-    max_host_blocks: int = 0  # in host memory
+    max_host_blocks: int = 0  # blocks for which host memory has room
     max_disk_blocks: int = 0  # on disk below it
-    held_blocks: HeldNumbers = NO_NUMBERS  # that its process has allocated for an earlier epoch
+    held_blocks: HeldNumbers = NO_NUMBERS  # what its process has allocated for an earlier epoch
     window_block_bytes: tuple[int, ...] = ()  # size of one block of each windowed memory class, in its layers
     state_bytes: int = 0  # size of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # ways to multiply with its packed weights

@@ -164,7 +164,7 @@ MESSAGE: RefusedFields = {
 }
 
 REASONING: RefusedFields = {"exclude": Refused((False,))}
-"""In ``reasoning``."""
+"""Fields of ``reasoning``."""
 
 RESPONSES: RefusedFields = {
     "background": Refused((False,)),

@@ -1,4 +1,4 @@
-"""Which replica of a model gets a request, and when a silent replica's requests go on at another one. PURE.
+"""Chooses the replica for a request, and moves requests on when their replica falls silent. PURE.
 
 A conversation returns to the replica that computed its earlier turns, as long as this replica is not much busier than
 the least busy one: its KV cache knows the prompt. Everything else goes to the replica that lacks most of its planned

@@ -41,7 +41,7 @@ FIGURES: Mapping[str, FigureKind] = {
     "gap": FigureKind("device waits for the host, a step", "us", False),
     "power": FigureKind("power while it decodes", "W", False),
 }
-"""By the keys of measurements, in the order of tables."""
+"""Keys are those of measurements; tables have the same order."""
 
 
 def dense_model() -> tuple[ModelConfig, WeightTable]:

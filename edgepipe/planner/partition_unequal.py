@@ -320,7 +320,7 @@ class _Runs:
 
 
 class _Windows:
-    """For each end, the window of rows from ``low[end]`` up to ``end``, without it."""
+    """Windows of rows: that of each end begins at ``low[end]`` and stops before ``end``."""
 
     def __init__(self, low: Ints) -> None:
         widths = np.arange(len(low)) - low

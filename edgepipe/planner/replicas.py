@@ -121,7 +121,7 @@ class KeptLayout:
     """A layout in which running pipelines keep their machines; their plans come first."""
 
     layout: Layout
-    kept: tuple[int, ...]  # of the given pipelines, by their places in the list
+    kept: tuple[int, ...]  # indices of the pipelines that stay, in the list that was given
 
 
 def layout_around(

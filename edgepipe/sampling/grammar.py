@@ -35,8 +35,8 @@ _COMPACT: Mapping[str, Any] = {"whitespace_flexible": False}
 """Without whitespace: models that write spaces or lines between JSON's parts need a fifth to a half more tokens."""
 
 _SPACED: Mapping[str, Any] = {"whitespace_pattern": "[ ]?"}
-"""As in the calls that models have learnt. A space is mostly a part of the next token, and calls are short. It is
-bounded: otherwise a model might emit spaces without end."""
+"""The calls that models have learnt have spaces, too. A space is mostly a part of the next token, and calls are
+short. It is bounded: otherwise a model might emit spaces without end."""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:

@@ -12,7 +12,7 @@ from statistics import median_low
 _MEASURED = 9  # turns whose median counts: a pause of the machine is not what batches cost
 _LARGEST_CHANGE = 2.0  # factor between two shares
 _LEAST_SHARE = 0.3  # what is below gains chats little: each step costs a fixed time
-_LEAST_S = 1e-6  # of a turn
+_LEAST_S = 1e-6  # shortest turn that counts
 
 
 class ChatTurns:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from edgepipe.scheduler.host_tier import HostTier
     from edgepipe.scheduler.kv import Key
 
-_MOST_WORKS = 4  # under way: bounds the queue of a stage
-_MOST_MOVES = 32  # in a work: 70 MB of a 32B on two stages, a few hundredths of a second
+_MOST_WORKS = 4  # works under way: bounds the queue of a stage
+_MOST_MOVES = 32  # moves of one work: 70 MB of a 32B on two stages, a few hundredths of a second
 _TRIALS = 8  # works of blocks that are timed before their mean counts against the disk
 _NEWEST = 0.2  # weight of the newest work in the mean
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 900.0  # a USB disk is plugged in again in the first; a full one takes a person
@@ -53,7 +53,7 @@ class DiskWorks:
         self._awaited: dict[Key, list[tuple[HostTier, Key]]] = {}  # what a prompt lacks, by its ticket
         self._num_tickets = 0
         self._settled: list[Key] = []  # tickets
-        self._seconds: dict[int, float] = {}  # of one copy, by memory class: a mean
+        self._seconds: dict[int, float] = {}  # mean time of one copy in each memory class
         self._num_timed = 0  # works of blocks of the context
         self.problem = ""  # why the disk rests; empty: it is used
         self.again_s: float | None = None  # when it is tried again, on the caller's clock; None: it is used

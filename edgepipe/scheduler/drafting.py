@@ -92,7 +92,7 @@ class DraftStats:
 class Outlook(NamedTuple):
     """What drafts promise to a lone sequence."""
 
-    drafts: int  # of a window; all of its tokens are drafts where windows follow one another in flight
+    drafts: int  # number in a window; where windows follow one another in flight, it has no other tokens
     in_flight: int  # windows
     factor: float  # see ``DraftStats``
 
@@ -131,12 +131,12 @@ class Drafting:
         self._draft_s = draft_s
         self._slowest_s = slowest_s
         self._single = self._flown = (0.0, 0.0)  # tokens and seconds of single windows, and of runs in flight
-        self._runs = 0  # in flight, since the last windows one at a time
+        self._runs = 0  # runs in flight since the last single window
         self._grounded, self._pause = 0, _LEAST_GROUNDED  # windows until some are in flight again; the next such time
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
         self._windows = self._drafted = self._accepted = self._ahead = 0
         self._plain_s = self._spent_s = 0.0
-        self._newest_case: tuple[RowsBeside, float, float] | None = None  # of ``_best_case``, and its result
+        self._newest_case: tuple[RowsBeside, float, float] | None = None  # arguments of the newest ``_best_case``
         self._newest_best = 0
 
     def may_pay(self, beside: RowsBeside) -> bool:

@@ -27,10 +27,10 @@ from edgepipe.backend.drafting import NO_DRAFTS, Drafts
 from edgepipe.ids import StepId
 
 _MOST_LOT = 4  # drafts: larger windows cost experts as much as they bring
-_MOST_WINDOWS = 8  # in flight: as many as stages and links of a long ring
+_MOST_WINDOWS = 8  # windows in flight: as many as a long ring has stages and links
 _LEAST_GAP_S = 0.001  # between two windows: a stage's host takes as long for each step, however fast its device is
-_ENOUGH = 0.95  # of the most tokens per second
-_MOST_TOKENS = 64  # of a run that the formula counts
+_ENOUGH = 0.95  # this part of the most tokens per second suffices
+_MOST_TOKENS = 64  # tokens of a run that the formula counts
 MOST_CHAIN = 48  # drafts behind a sequence's known tokens
 
 
@@ -95,7 +95,7 @@ class Judged(NamedTuple):
     """Drafts of a chain whose tokens have become known."""
 
     sources: tuple[int, ...]
-    place: int  # of the first one, counted from the newest wrong draft before it
+    place: int  # distance of the first one from the newest wrong draft before it
     wrong: bool  # whether the last one is wrong
 
 

@@ -45,7 +45,7 @@ class Tier(IntEnum):
 class GivenBack(NamedTuple):
     """Places of one memory class in host memory whose memory stages give back to the system."""
 
-    number: int  # of the memory class
+    number: int  # the memory class
     places: tuple[int, ...]
 
 

@@ -20,12 +20,12 @@ class InFlight:
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int, bool]]  # sequence, its tokens computed after the step, whether the row samples
     copies: list[BlockCopy]
-    moves: tuple[TierMove, ...]  # that all stages have performed once it has retired
+    moves: tuple[TierMove, ...]  # all stages have performed these once the step has retired
     num_sampling: int  # rows that sample
     isolated: bool
     after: StepId | None  # a step in flight whose tokens its rows begin with; None once that has retired
     home: bool  # a step may follow it
-    windows: dict[int, Drafts]  # by row: drafts behind the token of a decode
+    windows: dict[int, Drafts]  # drafts behind the token of a decode, for each row
     beside: RowsBeside | None  # the rows beside those windows; None without any
     followed: bool = False  # a step after this one is planned
     lot: int = 0  # see ``ScheduledStep``

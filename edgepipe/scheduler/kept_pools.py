@@ -21,7 +21,7 @@ class KeptPools:
     states: StateClass | None = None
 
     disk: DiskWorks | None = None
-    moves: list[TierMove] = field(default_factory=list[TierMove])  # of the next step: the tiers of the pools add to it
+    moves: list[TierMove] = field(default_factory=list[TierMove])  # the next step's; the tiers of the pools add to it
     new_keys: list[PlaceKey] = field(default_factory=list[PlaceKey])  # the pools add to it, too
 
     @property

@@ -34,7 +34,7 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self._ended: deque[Lengths] = deque(maxlen=_KEPT)
-        self._sorted: dict[int | None, Ints] = {}  # by bits of the prompt's length; None: of all
+        self._sorted: dict[int | None, Ints] = {}  # keys: bits of the prompt's length; None for all prompts
         self.num_ended = 0
 
     def note(self, lengths: Lengths) -> None:

@@ -11,10 +11,10 @@ from edgepipe.spec.memory_classes import StateSlots, WindowPool
 class HostRates:
     """Predicted times of copies between the device and host memory, and of what they save, on the slowest stage."""
 
-    block_s: float  # of one copy of a block of the context
-    slot_s: float  # of one copy of a sequence's state
-    token_s: float  # of computing a token of a prompt
-    goal_s: float | None = None  # that copies may add to a decode's turn; None: no bound
+    block_s: float  # time to copy one block of the context
+    slot_s: float  # time to copy one sequence's state
+    token_s: float  # time to compute one token of a prompt
+    goal_s: float | None = None  # most that copies may add to a decode's turn; None: no bound
 
     def pays(self, num_blocks: int, num_slots: int, *, saved_tokens: int, disk_s: float = 0.0) -> bool:
         """Return whether bringing blocks and states back is faster than computing ``saved_tokens`` again.
@@ -91,7 +91,7 @@ class SchedulerStats:
     cached_tokens: int  # admitted tokens found in the prefix cache
     kept_tokens: int = 0  # tokens of sequences from the previous epoch that were found still computed
     host_blocks: int = 0  # blocks of the context that host memory has room for
-    host_bound: int = 0  # of these, those that may be used now: other programs may need the memory
+    host_bound: int = 0  # how many of them may be used now: other programs may need the memory
     used_host_blocks: int = 0  # blocks of the context in host memory
     restored_tokens: int = 0  # count since the start: tokens of the prefix cache that came back from host memory
     disk_blocks: int = 0  # blocks of the context that the disk has room for

@@ -63,7 +63,7 @@ _EQUAL = 0.1  # forecasts beside decodes within this share are equal: the smalle
 _EQUAL_S = 0.35  # but it may cost the oldest prompt no more than so many seconds
 _VARIED = 10  # exponent: where a turn and the slowest server's steps take equally long, jitter costs 7 %
 _EQUAL_SHORT = 0.25  # the same of short prompts: they end soon anyway
-_SHORT_TOKENS = 1024  # of all prompts that wait together, if they are short
+_SHORT_TOKENS = 1024  # if all waiting prompts together have no more, they are short
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
@@ -137,7 +137,7 @@ class Chunk(NamedTuple):
 class BesideChats(NamedTuple):
     """What batches may decode beside chats."""
 
-    rows: int  # of each step
+    rows: int  # rows in each step
     in_flight: int  # steps with decodes in flight, of chats and batches
 
 
@@ -155,7 +155,7 @@ class _Target(NamedTuple):
 
     prompt: int  # identity of the oldest prompt
     chunk_s: float  # on the slowest server
-    most_tokens: int  # of a chunk, so that windows have room for as many chunks in flight as were chosen
+    most_tokens: int  # longest chunk: windows then have room for as many chunks in flight as were chosen
     example: StepWork  # a chunk of that length
     seconds: float  # expected for it at the time of the choice
 

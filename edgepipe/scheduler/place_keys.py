@@ -13,7 +13,7 @@ from typing import NamedTuple
 class PlaceKey(NamedTuple):
     """What a place on the device holds."""
 
-    number: int  # of the memory class, see ``TierMove``
+    number: int  # the memory class, see ``TierMove``
     place: int  # block or slot
     key: bytes  # see ``kv.Key``
 

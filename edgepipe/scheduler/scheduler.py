@@ -60,7 +60,7 @@ class Scheduler:
         self._plans_ahead = False
         self._adopted = False  # whether this is an engine's first epoch, and stages held something
         self._last_step = 0
-        self._moves_behind: tuple[TierMove, ...] = ()  # of replays: the stages behind perform them with the next step
+        self._moves_behind: tuple[TierMove, ...] = ()  # replays' moves for the stages behind, with the next step
         self._replayed_last = False  # whether the newest shared step holds replayed tokens
         self._isolated_last = False  # whether the newest step is isolated
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._mode.set_way(way)
 
     def plan_ahead(self) -> None:
-        """From now on, plan steps that begin with the tokens of steps in flight, because the stages can do that."""
+        """Plan steps that begin with the tokens of steps in flight from now on, because the stages can do that."""
         self._plans_ahead = True
 
     def set_turns_ahead(self, turns: int) -> None:
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _add_decodes(self, builder: StepBuilder, budget: int) -> None:
         deferred: list[Sequence] = []  # they wait for blocks of steps in flight
-        held_back: list[Sequence] = []  # of batches, beside chats
+        held_back: list[Sequence] = []  # sequences of batches that wait because of chats
         ready = self._ready
         windows, beside = self._windows, self._windows.rows_beside(min(budget, len(ready)))
         may_fly = self._plans_ahead and self._bounds.micro_batches == 1

@@ -42,8 +42,8 @@ class SequencePool:
         self.unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self.head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self.preemptions = 0  # count since the start
-        self.answer_lengths = AnswerLengths()  # of batch sequences
-        self.now_s: float | None = None  # of the newest step that retired; None: turns are not measured
+        self.answer_lengths = AnswerLengths()  # how long answers of batch sequences became
+        self.now_s: float | None = None  # when the newest step retired; None: turns are not measured
         self._chats_until_s = 0.0  # until then a chat may come back
         self._arrivals = 0
 

@@ -69,7 +69,7 @@ class StateTable:
     pending: list[_Pending] = field(default_factory=list[_Pending])  # snapshots that steps in flight take
     # Key of the newest full block of its output behind which the cache has a snapshot.
     trail: Key | None = None
-    window: _Window | None = None  # of its row in flight, if that has several tokens of output
+    window: _Window | None = None  # set while a row with several tokens of output is in flight
 
 
 class StateClass:

@@ -46,13 +46,13 @@ class StepBuilder:
         self.isolated = isolated
         self.after = after
         self.decodes: list[Sequence] = []  # every row samples after each of its tokens
-        self.windows: dict[int, Drafts] = {}  # by row: drafts behind the token of a decode
+        self.windows: dict[int, Drafts] = {}  # drafts behind the token of a decode, for each row
         # Sequence, its tokens computed after the step, whether the row samples.
         self.chunks: list[tuple[Sequence, int, bool]] = []
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
         self._chunk_tokens: list[int] = []  # number of tokens of each chunk
-        self._wanted: dict[int, int] = {}  # by row: most drafts that its sequence can use next, if any
+        self._wanted: dict[int, int] = {}  # most drafts that each row's sequence can use next, if any
         self._token_ids: list[int] = []
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []

@@ -25,7 +25,7 @@ _DOUBT = 4.0  # factor by which a device may be slower than its data sheet befor
 _CAUTION = 2.0  # factor by which it may be slower with other sizes than with the measured ones
 _FOLLOWING = 0.3  # weight of the newest step in the ratio of measured to data-sheet time
 _MOST_CHANGE = 4.0  # largest factor by which one step changes that ratio: the first of a size also compiles kernels
-_FIRST_STEPS = 3  # of a size: their median is its ratio to the other sizes
+_FIRST_STEPS = 3  # steps of a new size: their median is its ratio to the other sizes
 _KERNELS = 0.05  # exponent: part of a later step's ratio that belongs to its size
 _NEAR = 2.0  # powers of two beyond the measured sizes at which half of its ratio is left
 _FORGETTING = 1 / 64  # part of the ratio that a size with fewer steps loses with each step of another one
@@ -70,8 +70,8 @@ class _PromptRatios:
     """Ratios of measured times to the data sheet's, by the tokens of a step with prompt tokens."""
 
     def __init__(self) -> None:
-        self._all = 1.0  # of the sizes together
-        self._sizes: dict[int, _Size] = {}  # by power of two, see ``_power``
+        self._all = 1.0  # ratio of all sizes together
+        self._sizes: dict[int, _Size] = {}  # keys: powers of two, see ``_power``
         self._powers: list[int] = []  # the same, ascending
 
     @property

@@ -38,7 +38,7 @@ class BlockTables:
             rates = limits.host_rates
             self.disk = DiskWorks(tiers, block_s=rates.token_s * limits.block_size if rates is not None else None)
         self._hosts = tiers
-        self._new_keys: list[PlaceKey] = []  # of blocks and snapshots, that the stages do not know
+        self._new_keys: list[PlaceKey] = []  # keys of blocks and snapshots that the stages do not know
         new_keys = self._key_lists()
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv, host=hosts[0], new_keys=new_keys[0])
         self._windows = [
@@ -473,7 +473,7 @@ class BlockTables:
             return True
         if count - len(self._kv.held([block for block in found if block is not None])) > left:
             return True
-        if self._limits.contiguous_kv:  # in one piece, which the sequence takes over as it is
+        if self._limits.contiguous_kv:  # the blocks must be in one piece; the sequence takes it over
             self._kv.gather(keys[:hits])
             hits = self._supported(keys, min(hits, self._num_known(keys, Tier.HOST)), down_to=Tier.HOST)
         elif beside and rates is not None and rates.most_blocks is not None and found.count(None) > rates.most_blocks:

@@ -11,7 +11,7 @@ from edgepipe.scheduler.sequence_pool import SequencePool
 from edgepipe.scheduler.step_builder import StepBuilder
 from edgepipe.scheduler.tables import BlockTables
 
-_FEW_TURNS = 2  # of so many steps ahead at most, the next ones are planned once none is left, of more once one is left
+_FEW_TURNS = 2  # up to so many steps ahead, the next are planned once none is left; beyond, once one is left
 _TURNS_WITHOUT_DRAFTS = 16  # after so many turns without drafts, steps are planned as if none came
 
 

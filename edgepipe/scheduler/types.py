@@ -113,7 +113,7 @@ class ScheduledStep(NamedTuple):
     # New blocks of each windowed class; empty if no row has new blocks of a window.
     windows: tuple[WindowBlocks, ...] = ()
     states: tuple[RowState, ...] = ()  # state of each row; empty if no layer is recurrent
-    drafts: tuple[int, ...] = ()  # by row: most drafts that its sequence can use next; empty: none
+    drafts: tuple[int, ...] = ()  # most drafts that each row's sequence can use next; empty: none
     last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
     # The step in flight whose sampled tokens the rows begin with, so that ``token_ids`` means nothing.
     after: StepId | None = None

@@ -106,7 +106,7 @@ class SimulatedDrafts:
             if not samples:
                 continue
             own = step.token_ids[start + count - samples : start + count]
-            end = position + count - samples  # of the token that is known
+            end = position + count - samples  # position of the known token
             if step.assumed and (own[0] != _TOKEN or self._ends.get(sequence) != end):
                 found.append(())
                 continue

@@ -1,4 +1,4 @@
-"""Which routed experts stay in host memory, on a stage whose device is too small for all of them. PURE.
+"""Chooses the routed experts that stay in host memory if the stage's device is too small for all. PURE.
 
 A share of each layer's experts, in percent, the same in every layer: so the CPU computes its experts of a layer while
 the device computes the others. The share is part of the backend's kind (``edgepipe.weights.resident``): "torch-cuda/40"

@@ -20,7 +20,7 @@ The newest tokens of a sequence have 8-bit codes: see ``SPAN_TOKENS``.
 """
 
 SPAN_TOKENS = 32
-"""With ``KV_4BIT``, a token reads those of its own span with 8 bits: positions from a multiple of this number on."""
+"""Tokens of a span, which begins at a multiple of this. With ``KV_4BIT`` a token reads its own span with 8 bits."""
 
 REST_TOKENS = 48
 """How many slots behind a token's own one the lower 4 bits of its 8 lie, until codes of later tokens take that slot.

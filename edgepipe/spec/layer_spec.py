@@ -10,7 +10,7 @@ from math import prod, sqrt
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
-"""Of gate g and up u: ``silu(g) * u``, ``gelu(g) * u`` with tanh's approximation, or gpt-oss's
+"""Functions of gate g and up u: ``silu(g) * u``, ``gelu(g) * u`` with tanh's approximation, or gpt-oss's
 ``min(g, 7) * sigmoid(1.702 g) * (clip(u, -7, 7) + 1)``. Without a gate: ``relu(u) ** 2``."""
 
 NormPlaces = Literal["before", "after", "both", "parallel"]
@@ -103,7 +103,7 @@ class Attention:
 
     @property
     def output_width(self) -> int:
-        """In features of the output projection."""
+        """Number of features that the output projection takes."""
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property

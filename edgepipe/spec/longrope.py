@@ -1,4 +1,4 @@
-"""Which of longrope's two lists of rotary factors a served model uses. PURE.
+"""Chooses the list of longrope's rotary factors that a served model uses. PURE.
 
 The short list is for sequences up to the context that the model was trained on first, the long one for longer
 sequences. The keys of one cache must all have the same factors. So the served context decides, for prompts of any

@@ -23,7 +23,7 @@ MOST_TOKENS = 1 << 40
 """More tokens of KV than any machine holds."""
 
 AUTO_TIER_PARTS = 3
-"""Of the free host memory beside a device, one part is for idle KV with ``--kv-ram auto``."""
+"""``--kv-ram auto`` gives idle KV one of so many parts of the free host memory beside a device."""
 
 _BLOCK_SIZE = 16  # default tokens per KV block; most devices use this size
 _SLACK_PARTS = 8  # the slack takes at most 1/8 of the context

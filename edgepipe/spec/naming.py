@@ -144,7 +144,7 @@ NAMINGS: Mapping[str, Naming] = {
     ),
     **RECURRENT_STACKED,
 }
-"""By ``ModelConfig.naming``."""
+"""Keys are values of ``ModelConfig.naming``."""
 
 
 _VARIANTS = {  # variants of a naming: a stored name that contains one of the marks shows the variant

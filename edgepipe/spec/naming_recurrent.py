@@ -134,7 +134,7 @@ RECURRENT_STACKED: Mapping[str, Naming] = {
     "granitemoehybrid, plain": Naming(),
     "lfm2, stacked": _MLX_LFM2,
 }
-"""Of files as MLX writes them, where their names do not follow from those of Hugging Face's."""
+"""Names in MLX's files that do not follow from those in Hugging Face's."""
 
 RECURRENT: Mapping[str, Naming] = {
     "qwen3_next": _QWEN3_NEXT,
@@ -152,4 +152,4 @@ RECURRENT: Mapping[str, Naming] = {
     "granitemoehybrid, GGUF": Naming(exponents=True),
     "lfm2": _LFM2,
 }
-"""By ``ModelConfig.naming``."""
+"""Keys are values of ``ModelConfig.naming``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 EACH = "mlp.experts.{expert}.{matrix}"
 GATES_AND_UPS = {"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")}
-"""Of all experts, in one tensor [experts, 2 * inner, H]; see ``Naming.fused``."""
+"""One tensor [experts, 2 * inner, H] holds those of all experts; see ``Naming.fused``."""
 MTP = "multi-token prediction"
 _MTP_MODULES = {
     "eh_proj": "fc",

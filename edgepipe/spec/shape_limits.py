@@ -49,7 +49,7 @@ class ExpertKeys(NamedTuple):
 
 
 OWN_KEYS = ExpertKeys()
-"""Of ``Experts`` and ``Router``."""
+"""Keys that edgepipe gives ``Experts`` and ``Router`` itself."""
 
 
 def checked_experts(fields: Fields, experts: Experts, keys: ExpertKeys = OWN_KEYS) -> Experts:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LATE_S = 20.0  # a disk that has not done a few copies by then hangs: even a slow one writes 100 MB in this time
 _MOST_QUEUED = 8  # messages: an engine sends four, and those of an ended epoch may still be there
-_MOST_COPIES = 256  # in a message
+_MOST_COPIES = 256  # copies in one message
 _HANGS = "the disk still hangs"
 _CLOSE_S = 2.0  # time for the current copy; a disk that hangs is left behind
 

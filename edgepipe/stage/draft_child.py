@@ -40,7 +40,7 @@ READY = b"ready"
 
 _QUESTION = struct.Struct("<I")  # guesses wanted
 _ANSWER = struct.Struct("<Q")  # microseconds spent on tokens before the last known one
-_CHUNK_TOKENS = 512  # of a prompt, in one step
+_CHUNK_TOKENS = 512  # tokens of a prompt in one step
 _FEW_TOKENS = 8  # which a step computes in hardly more time than one; more were missed while no guesses were wanted
 _NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
@@ -54,9 +54,9 @@ class DraftLaunch:
     device: str = "auto"
     threads: int | None = None
     dtype: str = "auto"
-    settings: dict[str, str]  # of the backend
+    settings: dict[str, str]  # the backend's
     context_length: int = 0  # tokens per sequence of the served model; 0: the draft model's
-    vocab_size: int  # of the served model: no guess is beyond
+    vocab_size: int  # the served model's: no guess is beyond
     ahead: bool = False  # guess on between questions: other devices compute meanwhile
 
     def to_json(self) -> bytes:

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _WRITE_S = 0.1  # for a question; a process that does not read it in that time is ended
 _HANG_S = 120.0  # for an answer: the tokens of the longest prompt on a slow CPU
-_MOST_CRASHES = 5  # in a row, after which the process is not started again
-_FORGIVEN_S = 60.0  # of serving that make up for all crashes
+_MOST_CRASHES = 5  # after so many in a row the process is not started again
+_FORGIVEN_S = 60.0  # seconds without a crash after which all crashes are forgiven
 
 
 class Reply(NamedTuple):
@@ -51,9 +51,9 @@ class Guesser(Protocol):
 @dataclass(slots=True, eq=False)
 class _Child:
     process: subprocess.Popen[bytes]
-    writing: threading.Lock = field(default_factory=threading.Lock)  # of the pipe, so that no closed one is written to
+    writing: threading.Lock = field(default_factory=threading.Lock)  # guards the pipe: nobody writes to a closed one
     ended: bool = False
-    answer: Future[bytes] | None = None  # of the open question
+    answer: Future[bytes] | None = None  # answer to the open question
     asked_s: float = 0.0
 
     @property
@@ -74,7 +74,7 @@ class DraftProcess:
         """``pause_s``: before the second restart in a row; the first comes at once, each later one after twice that."""
         self._launch = launch
         self._pause_s = pause_s
-        self._lock = threading.Lock()  # of the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._child: _Child | None = None  # loaded and not ended
         self._starting: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()

@@ -1,4 +1,4 @@
-"""Which tokens a draft model has computed, and in which blocks. PURE.
+"""Keeps which tokens a draft model has computed, and in which blocks. PURE.
 
 A question brings all of a sequence's tokens. The slot whose tokens begin like them goes on: the tokens that differ,
 such as guesses that were wrong, are dropped, and their places are written again. So a question needs no sequence, and

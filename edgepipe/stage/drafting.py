@@ -53,7 +53,7 @@ class SequenceDrafter:
         """
         self._make = make
         self._known = known
-        self._lock = threading.Lock()  # of the drafter, and of all fields but ``_told``
+        self._lock = threading.Lock()  # guards the drafter and all fields but ``_told``
         self._told: deque[tuple[StepId, Sequence[int]]] = deque()  # tokens of steps that the drafter has not seen
         self._newest = StepId(0)  # the last of these steps that it has seen
         self._chain: list[int] = []  # drafts behind the known tokens, each of which assumes all before it

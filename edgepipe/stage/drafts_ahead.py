@@ -25,7 +25,7 @@ class DraftsAhead:
         self._epoch = epoch
         self._on_drafted = on_drafted
         self._thread: ThreadPoolExecutor | None = None  # created for the first sequence
-        self._lock = threading.Lock()  # of ``_closed``: no job is queued behind the end
+        self._lock = threading.Lock()  # guards ``_closed``: no job is queued behind the end
         self._closed = False
 
     def took(self, wish: DraftWish, step: StepId, tokens: Sequence[int]) -> None:

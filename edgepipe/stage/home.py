@@ -29,7 +29,7 @@ _ID_BYTES = 4  # a token on the way home is an int32
 class _Sampling:
     """A step that samples, for the steps after it."""
 
-    sequences: tuple[SequenceId, ...]  # of its sampling rows
+    sequences: tuple[SequenceId, ...]  # the sequence of each sampling row
     ids: Sequence[int] = ()  # one for each; empty until they are sampled
 
 

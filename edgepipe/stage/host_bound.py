@@ -21,7 +21,7 @@ _CUSHION = 32  # a thirtieth of the tier less than what fits, so that a slow gro
 _STEP = 16  # a sixteenth of the tier is worth growing by
 _SCARCE = 4  # a quarter of the headroom: the machine may swap already
 WHOLE = 1000  # permille
-_MOST_PLACES = 256  # in a message
+_MOST_PLACES = 256  # places in one message
 
 
 class HostUse:

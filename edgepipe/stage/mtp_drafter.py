@@ -39,7 +39,7 @@ class MtpDrafter:
         self._new: list[int] = []  # tokens behind position ``_base``, which the layer has not taken
         self._base = len(tokens)
         self._runs: tuple[BlockRun, ...] = ()
-        self._outputs: dict[int, tuple[Kept, int]] = {}  # by position of the first token; with the number of tokens
+        self._outputs: dict[int, tuple[Kept, int]] = {}  # keys: the first token's position; with the number of tokens
         self._failed = False
 
     def next_ids(self, position: int, num_tokens: int, runs: tuple[BlockRun, ...]) -> list[int]:
@@ -116,7 +116,7 @@ class KeptPart(NamedTuple):
     """Tokens of a step whose output a drafter takes."""
 
     drafter: MtpDrafter
-    position: int  # of the first token
+    position: int  # where the first token is
     num_tokens: int
 
 

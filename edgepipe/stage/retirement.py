@@ -17,7 +17,7 @@ class Retirement:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._due: deque[StepId] = deque()  # not begun, in the order of their plans
-        self._begun: deque[StepId] = deque()  # in the order of computing
+        self._begun: deque[StepId] = deque()  # begun and not done, ordered as they are computed
         self._settled: dict[StepId, StepDone] = {}
 
     def due(self, step: StepId) -> None:

@@ -74,7 +74,7 @@ class PlannedRows:
     rows: tuple[StepRow, ...]
     logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the rows to sample from
     samples: tuple[SampleRow, ...] = ()  # [R]; empty if another stage has the head
-    wishes: tuple[DraftWish | None, ...] = ()  # of each of the plan's sampling rows; empty if no row has one
+    wishes: tuple[DraftWish | None, ...] = ()  # one for each sampling row of the plan; empty if no row has a wish
     scored: tuple[ScoredPart, ...] = ()
     score_rows: ScoreRows | None = None  # rows of all parts, concatenated
     next_ids: TokenIds | None = None  # see ``Step``

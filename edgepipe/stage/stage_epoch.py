@@ -132,9 +132,9 @@ class StageEpoch:
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
         self._drafts_ahead = DraftsAhead(spec.epoch, self._drafted)
-        self._flying: dict[StepId, tuple[DraftWish | None, ...]] = {}  # of steps that are not reported
+        self._flying: dict[StepId, tuple[DraftWish | None, ...]] = {}  # wishes of the steps that are not reported yet
         self._last_step = StepId(0)
-        self._moves: tuple[TierMove, ...] = ()  # of plans that ended before this stage, for its next step
+        self._moves: tuple[TierMove, ...] = ()  # moves of plans that ended before this stage, for its next step
         self._begun: tuple[BegunMove, ...] = ()  # the same moves
         self._in_compute = 0  # steps in the compute thread
         self._max_in_compute = tools.compute.backend.max_submitted + 1  # one more waits in its queue

@@ -112,7 +112,7 @@ class StageStep:
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.uses = uses  # what the step reads and writes on this stage
         self.moves = moves  # between the device and host memory
-        self.sequences = sequences  # of its rows
+        self.sequences = sequences  # the sequence of each row
         self.after = after  # the step whose sampled tokens its rows begin with; None: it was not planned ahead
         self.span: StepSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``

@@ -35,12 +35,12 @@ class TierFile:
         os.unlink(name)
         self._cipher = AESGCM(secrets.token_bytes(32))
         self._num_written = 0  # pieces, for their nonces
-        self._nonces: dict[tuple[int, int], int] = {}  # of the first piece, by class and place
+        self._nonces: dict[tuple[int, int], int] = {}  # nonce of the first piece at each class and place
         self._place_bytes = place_bytes
         sizes = [size + _num_pieces(size) * _TAG_BYTES for size in place_bytes]
-        self._sizes = sizes  # of a place with its tags
+        self._sizes = sizes  # bytes of one place with its tags, in each class
         self._touched: set[tuple[int, int]] = set()  # class and place of what the file holds, or has held
-        self.num_bytes = 0  # that the file takes
+        self.num_bytes = 0  # bytes of disk that the file takes
         self._begins = [0, *accumulate(size * count for size, count in zip(sizes, num_places, strict=True))]
 
     def write(self, number: int, place: int, parts: Sequence[memoryview]) -> None:

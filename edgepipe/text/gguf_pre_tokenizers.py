@@ -115,4 +115,4 @@ PRE_TOKENIZERS = {
     "deepseek-v3": PreTokenizer(patterns=_DEEPSEEK3),
     "kimi-k2": PreTokenizer(patterns=(_KIMI,)),
 }
-"""By the name in ``tokenizer.ggml.pre``."""
+"""Keys are names in ``tokenizer.ggml.pre``."""

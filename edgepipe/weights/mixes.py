@@ -192,12 +192,12 @@ def _everywhere(of_layers: str, *, output: str) -> Callable[[_Place], str]:
 
 
 def _only_layers(of_layers: str) -> Callable[[_Place], str]:
-    """As these formats are published: embedding and head stay in bf16."""
+    """Return the rule of formats that publishers use for layers alone: embedding and head stay in bf16."""
     return lambda place: of_layers if place.layer >= 0 else "BF16"
 
 
 def _mxfp4(place: _Place) -> str:
-    """As gpt-oss is published: its experts alone are packed."""
+    """Return a tensor's format. Of gpt-oss, publishers pack the experts alone."""
     if place.config.architecture == "gpt_oss" and not is_expert(place.name):
         return "BF16"
     return _only_layers("MXFP4")(place)

@@ -191,7 +191,7 @@ class EngineState:
     # Set by the node that shows the state, from its records:
     num_replicas: int = 0  # independent pipelines of the model; 0: one
     replica: int = 0  # which of them this is, from 1 on; 0: the only one
-    replica_share: float = 0.0  # of the conversations, as planned; 0: an equal one
+    replica_share: float = 0.0  # planned share of the conversations; 0: an equal one
 
     @property
     def title(self) -> str:

@@ -37,7 +37,7 @@ class PipelineSpec:
     state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
     host_places: tuple[int, ...] = ()  # see ``Backend.allocate_kv``
     disk_places: tuple[int, ...] = ()  # places on disk below host memory, by the same classes; empty: no such disk
-    kv_digest: bytes = b""  # of what the KV of the same tokens depends on: equal digests mean equal KV
+    kv_digest: bytes = b""  # digest of what the KV of given tokens depends on: equal digests mean equal KV
     asks_held: bool = False  # the engine does not know what the stage holds: ``HeldPlaces`` ahead of ``Opened``
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps

@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 PACKED_BYTES = 1 << 20  # a message that packs many items: a quarter of gRPC's limit (edgepipe.link.channels)
 MAX_PLANS = 16  # plans in one message: the first one, and those of steps planned ahead
-KEY_BYTES = 16  # of a block or snapshot, see ``scheduler.kv.Key``
+KEY_BYTES = 16  # key of a block or snapshot, see ``scheduler.kv.Key``
 MAX_HELD = 4096  # places in one message: 90 KB
 MAX_END_IDS = 256  # ids per sequence: stop ids and the model's end ids
 ID_BYTES = 5  # maximum size of a token id

@@ -133,7 +133,7 @@ class InviteAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InviteCommand:
-    """From the command line to its daemon, while a pairing window is open."""
+    """A message of the command line to its daemon while a pairing window is open."""
 
     command: InviteStart | InviteAnswer
 
@@ -183,7 +183,7 @@ class InviteJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InviteEvent:
-    """From the daemon to the command line, while a pairing window is open."""
+    """A message of the daemon to the command line while a pairing window is open."""
 
     event: InviteOpened | InviteFailed | InviteAsks | InviteJoined
 

@@ -19,7 +19,7 @@ from edgepipe_mlx.picks.kernels import MetalPicks, PickKernels, serves
 logger = logging.getLogger(__name__)
 
 _REASON_CHARS = 200  # a compiler's log may be long
-_VOCABULARY = 152_064  # of a check without a model
+_VOCABULARY = 152_064  # vocabulary of a check without a model
 _FLOAT32_SUMS = 2.0**-17  # relative; exponentials have a part in it
 _TEMPERATURES = (0.7, 1.3, 1e-5)
 _NO_NUMBERS = np.array([0x7FC00000, 0xFFC00000, 0x7FC00001], np.uint32)

@@ -16,7 +16,7 @@ class Picking:
 
     def __init__(self) -> None:
         self._kernels: PickKernels | None = None
-        self._checked: tuple[int, PickKernels | SlowPath] | None = None  # by the size of the vocabulary
+        self._checked: tuple[int, PickKernels | SlowPath] | None = None  # vocabulary's size; its check's result
         self._lender = Lender()
 
     @property

@@ -113,7 +113,7 @@ class CpuKernels(KernelCalls):
 
     @property
     def byte_products(self) -> ByteProducts:
-        """Which products in integers are possible."""
+        """The products in integers that are possible."""
         return self._compiler.byte_products
 
     def product(self, kind: Kind, digits: int = 0) -> Product:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from edgepipe_torch.cpu.kinds import E2M1_BYTES, LAST, Kind, code_place, part_place
 
 LAYOUT_VERSION = 2
-"""Of the arrays of a ``TiledWeight``: raise it with every change of the layout or of the rounding of scales. Repacked
-weights on users' disks (``shard_cache``) have the version in their names."""
+"""Version of a ``TiledWeight``'s arrays: raise it with every change of the layout or of the rounding of scales.
+Repacked weights on users' disks (``shard_cache``) have the version in their names."""
 
 
 def planes_of(

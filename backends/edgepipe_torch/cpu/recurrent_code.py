@@ -39,7 +39,7 @@ class StepForm:
 
     @property
     def name(self) -> str:
-        """For logs."""
+        """The layer's name in logs."""
         names = {"delta": "gated DeltaNet", "mamba": "Mamba-2", "short": "short convolutions"}
         return f"{names[self.kind]} of {self.inner} x {self.outer}" if self.inner else names[self.kind]
 

@@ -346,4 +346,4 @@ BLOCK_CODES: Mapping[str, BlockCode] = {
     "Q5_K": BlockCode(low=_q5_k_low, high=_q5_k_high, scales=_k_scales),
     "Q6_K": BlockCode(low=_q6_k_low, high=_q6_k_high, scales=_q6_k_scales),
 }
-"""By the type's name. The rest of a type is in ``BLOCKS_BY_NAME`` and ``LAYOUTS``."""
+"""Keys are names of types. The rest of a type is in ``BLOCKS_BY_NAME`` and ``LAYOUTS``."""

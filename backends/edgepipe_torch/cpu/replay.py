@@ -65,7 +65,7 @@ class DecodeReplays:
         self._pool = pool
         self._states = states
         self._known: dict[int, _Step] = {}  # one per number of rows
-        self._threads = 0  # of their calls
+        self._threads = 0  # threads that the known steps' calls use
 
     def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Replayed:
         """Compute a step. Its output is logits [T, V] before ``Decoder.shaped``, or hidden [T, H].

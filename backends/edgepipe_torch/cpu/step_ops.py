@@ -32,7 +32,7 @@ from edgepipe_torch.layers.step_ops import NO_NORMS, HeadNorms, TorchOps, norm_p
 
 
 class CompiledOps:
-    """By compiled kernels, for float32 on a CPU, and by torch's operations in layers that the kernels lack.
+    """Computes float32 on a CPU with compiled kernels, and layers that the kernels lack with torch's operations.
 
     H and D are multiples of 8.
     """

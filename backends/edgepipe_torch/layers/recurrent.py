@@ -68,7 +68,7 @@ class Mixer(Protocol):
 
     @property
     def eps(self) -> float:
-        """Of the model's norms."""
+        """Epsilon of the model's norms."""
         ...
 
     @property

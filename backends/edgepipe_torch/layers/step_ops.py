@@ -85,7 +85,7 @@ class StepOps(Protocol):
 
 
 class TorchOps:
-    """By torch's operations, for any device and dtype."""
+    """Computes with torch's operations, on any device and in any dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._norm = norm_of(config.norm)

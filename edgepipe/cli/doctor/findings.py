@@ -61,7 +61,7 @@ class Ports:
 
     @property
     def text(self) -> str:
-        """For people and firewalls."""
+        """The ports as people and firewalls write them."""
         return f"TCP {self.node}-{self.last}"
 
 

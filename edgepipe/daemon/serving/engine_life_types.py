@@ -27,7 +27,7 @@ class StartWanted:
     run: int  # new
     pipeline_id: str
     model: str
-    replica: int = 1  # of the model's pipelines, from 1 on
+    replica: int = 1  # the pipeline's number among the model's, from 1 on
     ring: tuple[str, ...]  # nodes of the stages
     resuming: bool  # another engine served the model before
 

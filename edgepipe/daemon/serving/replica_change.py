@@ -27,7 +27,7 @@ class RunningPipeline:
     """A pipeline of the model. The model's first one has the lowest place."""
 
     pipeline_id: PipelineId
-    place: int  # of its record, from 1 on
+    place: int  # number of its record, from 1 on
     nodes: Nodes
 
 
@@ -50,7 +50,7 @@ class MovePipeline:
 class StartPipeline:
     """Start a pipeline on the machines of a group of the new layout."""
 
-    place: int  # of its record
+    place: int  # number of its record
     group: int
 
 
@@ -62,7 +62,7 @@ class ReplicaChange:
     """A change of a model's pipelines."""
 
     kept: dict[PipelineId, int]  # pipelines that stay as they are, with their group
-    steps: tuple[Step, ...]  # in order
+    steps: tuple[Step, ...]  # each begins after the one before
 
     @property
     def groups(self) -> dict[PipelineId, int]:

@@ -70,13 +70,13 @@ class _Work:
     """A change under way."""
 
     model: LocalModel  # as the first pipeline has it
-    first: ServeSpec  # of the first pipeline: the new ones are served alike
+    first: ServeSpec  # settings of the first pipeline; the new ones get the same
     found: Regrouping
     change: ReplicaChange
     auto: bool
     concurrency: int
-    places: dict[PipelineId, int]  # of the pipelines that count now
-    shares: dict[PipelineId, float]  # of those that go on, as planned
+    places: dict[PipelineId, int]  # places of the pipelines that count now
+    shares: dict[PipelineId, float]  # planned shares of the pipelines that go on
     recorded: set[tuple[PipelineId, ...]]  # all sets of pipelines that this change has found or recorded
     starting: list[tuple[str, PipelineId]] = field(default_factory=list[tuple[str, PipelineId]])  # nodes and pipelines
 

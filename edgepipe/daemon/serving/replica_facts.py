@@ -18,8 +18,8 @@ from edgepipe.wire.serving import ServeBody
 class ReplicaFacts:
     """What the records of all pipelines of a model say alike, and each pipeline's share."""
 
-    pipelines: tuple[PipelineId, ...]  # in the order of their places
-    shares: Mapping[PipelineId, float] = field(default_factory=dict[PipelineId, float])  # of the conversations
+    pipelines: tuple[PipelineId, ...]  # ordered by their places
+    shares: Mapping[PipelineId, float] = field(default_factory=dict[PipelineId, float])  # parts of the conversations
     auto: bool = False  # the planner chooses their number
     concurrency: int = 0  # chats for which they were planned; 0: the default
 

@@ -1,4 +1,4 @@
-"""From ``serve MODEL`` to a ready engine: resolve, place, start, follow."""
+"""Serves a model for ``serve MODEL``: resolves it, places it, starts its engine and follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node starts an engine whose recorded node does not run it, and when. Every silence has a limit.
+"""Chooses the node that starts an engine which its recorded node does not run. Every silence has a limit.
 
 While an engine's node is not heard, the other members are asked. A member that hears the node passes on a proof that
 the node itself has signed for this question (``alive_proof``). Such a veto holds while at least half of the members

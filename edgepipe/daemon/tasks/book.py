@@ -1,4 +1,4 @@
-"""Which tasks run, wait and are remembered (PURE)."""
+"""Keeps the tasks that run, wait or have ended (PURE)."""
 
 from __future__ import annotations
 

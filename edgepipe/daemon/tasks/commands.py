@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, TaskCommand] = {
     "doctor": TaskCommand(words=("doctor",), takes_model=False, flags=("--json",)),
     "drain": TaskCommand(words=("node", "drain"), takes_model=False),
 }
-"""By the kind of task."""
+"""Keys are kinds of tasks."""
 
 
 def arguments_of(

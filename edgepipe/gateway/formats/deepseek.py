@@ -56,4 +56,4 @@ DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")
 """Tags with names and texts; an attribute tells strings from JSON."""
 
 DEEPSEEK_V4 = _dsml("deepseek-v4", "tool_calls", no_arguments="\n")
-"""As V3.2, in a tag of another name."""
+"""V4 differs from V3.2 in the name of the outer tag."""

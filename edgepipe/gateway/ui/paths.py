@@ -1,4 +1,4 @@
-"""Which requests are the page's, and which of them hold nothing private (PURE)."""
+"""Tells requests of the page from others, and names those that hold nothing private. PURE."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _UNTIMED_STEPS = 64  # steps that may lack a stage's report while newer ones hav
 
 
 class NewSteps:
-    """Which steps of a trace are new, on the engine's clock (PURE)."""
+    """Finds the new steps of a trace, on the engine's clock (PURE)."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages

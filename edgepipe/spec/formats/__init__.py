@@ -33,7 +33,7 @@ FORMATS: Mapping[str, StoredFormat] = {
     "mxfp4": Mxfp4(),
     "nf4": Nf4(),
 }
-"""By ``WeightFormat.kind``."""
+"""Keys are values of ``WeightFormat.kind``."""
 
 
 def check_format(stored: WeightFormat) -> WeightFormat:

@@ -23,8 +23,8 @@ from edgepipe.wire.bounds.stage import STAGE
 from edgepipe.wire.bounds.trust import TRUST
 
 MESSAGE_BOUNDS: Tables = {**COMMON, **ENGINE, **STAGE, **NODE, **TRUST}
-"""By message and field: the rule of every number, of every list, and of parts that have a check of their own. A message
-without any of them is not named."""
+"""Rules by message and field, for every number, every list, and every part that has a check of its own. A message
+without any of them has no entry."""
 
 _Check = Callable[[Message], None]
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)  # NaN has no place among the others

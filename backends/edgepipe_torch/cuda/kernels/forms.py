@@ -1,4 +1,4 @@
-"""Which forms of packed weights the kernels compute with, and the macros that compile them for one."""
+"""Names the forms of packed weights that the kernels compute with, and the macros that compile them for one."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _expected(
     weights /= total
     expected = np.einsum("hl,lhv->hv", weights, values)
     spread = np.einsum("hl,lhv->hv", weights, np.abs(values))
-    rotated_back = _FLOAT32_SUMS * spread.max(axis=1, keepdims=True)  # of 4 bits: sums of numbers that cancel
+    rotated_back = _FLOAT32_SUMS * spread.max(axis=1, keepdims=True)  # error of 4 bits: it sums numbers that cancel
     return expected, _BF16_ROUNDING * (np.abs(expected) + spread) + rotated_back + 1e-30
 
 

@@ -24,7 +24,7 @@ _EPS = 1e-5  # epsilon of norms
 Places = Sequence[tuple[int, int]]
 """The slots that each row reads and writes."""
 MIXED_PLACES: Places = ((2, 2), (5, 0), (5, 3), (1, 4))
-"""In place, two rows from one snapshot, and one that moves; slot 6 belongs to no row."""
+"""One row in place, two rows from one snapshot, and one that moves; slot 6 belongs to no row."""
 
 
 def worst_step_error(kernels: MixerStep, form: StepForm, device: torch.device) -> float:

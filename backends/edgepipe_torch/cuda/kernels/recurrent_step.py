@@ -58,7 +58,7 @@ class StepForm:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block of ``delta_step``: a query, a key, and two sums of each warp for each column."""
+        """Shared memory of a block of ``delta_step``: a query, a key, and two sums of each warp for each column."""
         return _FLOAT_BYTES * (2 * self.rows + 2 * WARPS * self.columns)
 
 

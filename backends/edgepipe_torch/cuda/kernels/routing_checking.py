@@ -17,7 +17,7 @@ _ROUTERS = (
     (Router(score="softmax", normalised=False), True),
     (Router(score="sigmoid", normalised=True), True),
 )
-"""With each, whether scores are corrected."""
+"""Each router, and whether its scores are corrected."""
 
 
 def worst_routing_error(routing: RoutingKernels, device: torch.device) -> float:

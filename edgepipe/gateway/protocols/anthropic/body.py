@@ -79,7 +79,7 @@ def _few(tools: list[Tool]) -> list[Tool]:
 
 
 class ToolChoiceBody(WithoutNulls):
-    """Which tools the answer calls."""
+    """The client's choice of tools for the answer."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None

@@ -13,7 +13,7 @@ from edgepipe.gateway.protocols.shape import GatheredChoice
 from edgepipe.gateway.text import Delta
 
 SIGNATURE = "edgepipe"
-"""Of every block with reasoning. Clients send it back; edgepipe does not check it."""
+"""Every block of reasoning has this signature. Clients send it back; edgepipe does not check it."""
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
