@@ -22,7 +22,7 @@ class Oracle:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._keys = arithmetic.layer_keys(0, config.num_layers)
-        # By layer: running sums [tokens + 1] of a window, or the last of them.
+        # Each layer's running sums [tokens + 1] of a window, or the last of them.
         self._sums = [np.zeros(1, dtype=np.uint64) for _ in config.layers]
         self._states = [np.uint64(0) for _ in config.layers]  # state of each recurrent layer
         self._length = 0

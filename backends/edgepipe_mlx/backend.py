@@ -131,7 +131,7 @@ class MlxBackend:
         self._products: tuple[PackedProducts, ...] = ()
         self._slow_paths: tuple[SlowPath, ...] = ()
         self._pages: dict[int, LayerPages] = {}  # keys are indices of layers in the model
-        # By slice index.
+        # Keys are indices of slices.
         self._ends: dict[int, SliceEnds] = {}
         self._reads: dict[int, ExpertReads] = {}
         self._started: StepTicket | None = None  # ticket that is not collected

@@ -87,7 +87,7 @@ class Counts:
     reasoning_tokens: int = 0  # part of the completion tokens
     cached_prompt_tokens: int = 0
     read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
-    # Of each started prompt, the pipelines that computed it, the present one last.
+    # The pipelines that computed each started prompt, the present one last.
     pipelines: list[Sequence[PipelineId]] = field(default_factory=list[Sequence[PipelineId]])
     # Scores of the prompts' tokens; the key is the prompt's index.
     prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])

@@ -39,7 +39,7 @@ class ReplicaRouter(Generic[Key]):
 
     def __init__(self, *, most_blocks: int = MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
-        # By the hash of a prompt up to the end of a block: the replicas that computed it. Least recently used first.
+        # Replicas that computed a prompt; the key is its hash up to the end of a block. Least recently used first.
         self._known: OrderedDict[bytes, tuple[Key, ...]] = OrderedDict()
 
     @property

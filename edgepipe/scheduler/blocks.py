@@ -112,7 +112,7 @@ class BlockAllocator:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
         self._references = array("q", bytes(8 * num_blocks))
-        # By the block behind a table's end: blocks that the table may still need.
+        # Blocks that tables may still need; the index is the block behind the table's end.
         self._claims = array("q", bytes(8 * (num_blocks + 1)))
         self._free = bytearray(b"\1" * num_blocks)  # 1 where the block has no reference
         self._all_references = np.frombuffer(self._references, np.int64)  # the same memory, for many blocks at once

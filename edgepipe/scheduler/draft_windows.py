@@ -84,7 +84,7 @@ class DraftWindows:
         room = max(0, sequence.room - known)
         return drafts if len(drafts.ids) <= room else Drafts(drafts.ids[:room], drafts.sources[:room])
 
-    # In flight: see ``flights.py``
+    # Windows in flight, see ``flights.py``
 
     def _begin_flight(
         self, drafting: Drafting, builder: StepBuilder, sequence: Sequence, beside: RowsBeside, *, may_fly: bool

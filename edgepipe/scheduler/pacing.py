@@ -434,8 +434,8 @@ class Pacer:
                 return self._beside[1]
         decodes = waiting.chats if waiting.batch else waiting.decodes
         rows = -(-decodes // waiting.micro_batches)
-        # Of the same kind as the steps that are compared with it: steps of many decodes may have made the forecasts of
-        # decodes longer, which says nothing of a chat alone.
+        # This step is of the same kind as those that are compared with it: steps of many decodes may have made the
+        # forecasts of decodes longer, which says nothing of a chat alone.
         alone = self.passage(_riding(waiting, 1, rows) if waiting.batch else _decodes(waiting, rows))
         if alone is None:
             return None

@@ -57,7 +57,7 @@ class StepBuilder:
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []
         self._block_counts: list[int] = []
-        # By windowed class: row, place, first block and number of blocks of each run.
+        # Each windowed class has a list of runs: row, place, first block and number of blocks.
         self._windows: list[list[tuple[int, int, int, int]]] = []
         self._states: list[RowState] = []
         self._registers: list[SequenceId] = []

@@ -99,7 +99,7 @@ class GrammarBuilds:
         self._building_bytes = 0  # size of the grammars that are compiled now
         self._vocabulary: GrammarTokenizer | None = None  # vocabulary of the known grammars
         self._known = BuiltGrammars()
-        # By grammar and output so far: their sequences were given back, and begin again.
+        # Grammars whose sequences were given back, and begin again. The key is the grammar and the output so far.
         self._late: OrderedDict[tuple[GrammarSpec, tuple[int, ...]], PendingGrammar] = OrderedDict()
 
     def settled(self, spec: GrammarSpec, tokens: tuple[int, ...]) -> PendingGrammar | None:

@@ -114,7 +114,7 @@ class SequenceTable:
         self._windows = windows
         self._rest_tokens = rest_tokens
         self._state_slots = state_slots
-        # By ``TierMove.number``: places on the device and in host memory.
+        # Places on the device and in host memory; ``TierMove.number`` is the index.
         device_places = [num_blocks, *[pool.num_blocks for pool in windows], *([state_slots] if state_slots else [])]
         self._move_places = list(zip(device_places, host_places, strict=False))
         self._registered: dict[SequenceId, Registration] = {}  # sequences that have not begun

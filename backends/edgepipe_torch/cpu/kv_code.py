@@ -108,7 +108,7 @@ class EightBitCode:
         for place in range(0, self.head_dim, 8):
             value = code.load(EIGHT, code.at("float", source, str(place)))
             value = nearest(code, code.value(f"fdiv {EIGHT} {value}, {wide}"))
-            # Of NaNs, which have no code, this makes the lowest.
+            # NaNs have no code; they become the lowest.
             value = smaller(code, larger(code, value, repeated(-HIGHEST_CODE)), repeated(HIGHEST_CODE))
             whole = code.value(f"fptosi {EIGHT} {value} to {INTS}")
             narrow = code.value(f"trunc {INTS} {whole} to <8 x i8>")
