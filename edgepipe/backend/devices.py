@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
-# CUDA reports a part of a card's gigabytes (2^30 bytes each): 23.64 GiB of 24 (RTX 4090), 9.78 of 10 (RTX 3080), 31.37 of 32
-# (RTX 5090) and 7.75 of 8 (RTX 4060): the smallest share of these.
+# CUDA reports a part of a card's gigabytes (2^30 bytes each): 23.64 GiB of 24 (RTX 4090), 9.78 of 10 (RTX 3080),
+# 31.37 of 32 (RTX 5090) and 7.75 of 8 (RTX 4060). This is the smallest part.
 _NVIDIA_BYTES_PER_GB = int(0.968 * (1 << 30))
 _DESKTOP_BYTES = 1_500_000_000  # part of a GPU's memory that windows, a browser and workspaces take
 # No GPU and no Mac has measured these constants. They follow from the compiled kernels and from counts of launches:
