@@ -51,7 +51,7 @@ class Guesser(Protocol):
 @dataclass(slots=True, eq=False)
 class _Child:
     process: subprocess.Popen[bytes]
-    writing: threading.Lock = field(default_factory=threading.Lock)  # guards the pipe: a thread never writes to a closed one
+    writing: threading.Lock = field(default_factory=threading.Lock)  # guards the pipe against a write after its end
     ended: bool = False
     answer: Future[bytes] | None = None  # answer to the open question
     asked_s: float = 0.0

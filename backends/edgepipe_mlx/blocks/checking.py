@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,17 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.types import KernelError, SlowPath
-from edgepipe.safe_text import one_line
 from edgepipe.weights.made_up_packed import checked_weight
 from edgepipe_mlx.blocks.kernels import MOST_ROWS, BlockArrays, BlockKernels, MetalKernels
 from edgepipe_mlx.blocks.layout import lay_out_blocks
-
-logger = logging.getLogger(__name__)
+from edgepipe_mlx.kernel_check import KernelCheck
 
 BLOCK_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """GGUF types that are kept in blocks."""
 
-_REASON_CHARS = 200  # a compiler's log may be long
 _ROWS = (1, 3, 5, MOST_ROWS)
 _FEATURES, _INPUTS = 10, 768  # no whole tile of features, and an odd number of blocks
 # Experts of rows, and rows that share one row of x. MLX gives fewer than eight numbers to a kernel in another way.
@@ -32,21 +28,25 @@ _FLOAT32_SUMS = 2.0**-18  # relative to the sum of all products' sizes
 
 Float64s = npt.NDArray[np.float64]
 
+_CHECK = KernelCheck(
+    kernels="of K types",
+    slow=SlowPath(
+        what="weights of K types are widened to forms that MLX has",
+        cost="8B in Q4_K_M: 18 % more bytes a token than the file's, instead of 2 % (arithmetic; no Mac has timed it)",
+        reason="",
+    ),
+)
+
 
 def checked_kernels(dtype: mx.Dtype, types: Sequence[str] = BLOCK_TYPES) -> BlockKernels | SlowPath:
-    """Return kernels that passed their check on the default device, or what the backend lacks without them.
+    """Return kernels that passed their check on the default device, or what the backend lacks without them."""
 
-    MLX compiles them for the check.
-    """
-    try:
-        kernels = MetalKernels()
+    def errors(kernels: BlockKernels) -> Iterator[tuple[str, float]]:
         for scheme in types:
             for error in _errors(kernels, scheme, dtype):
-                if error > 1:
-                    return _without(f"the error of a product with {scheme} is {error:.3g} times its bound")
-    except (RuntimeError, ValueError) as exc:  # it does not compile, or the device refuses it
-        return _without(one_line(str(exc), most_chars=_REASON_CHARS))
-    return kernels
+                yield f"the error of a product with {scheme}", error
+
+    return _CHECK.passed(MetalKernels, errors)
 
 
 def block_errors(dtype: mx.Dtype) -> Iterator[KernelError]:
@@ -54,15 +54,6 @@ def block_errors(dtype: mx.Dtype) -> Iterator[KernelError]:
     kernels = MetalKernels()
     for scheme in BLOCK_TYPES:
         yield KernelError(kernel=f"product {scheme} at its own size", error=block_error(kernels, scheme, dtype))
-
-
-def _without(reason: str) -> SlowPath:
-    logger.warning("own kernels of K types are not used: %s", reason)
-    return SlowPath(
-        what="weights of K types are widened to forms that MLX has",
-        cost="8B in Q4_K_M: 18 % more bytes a token than the file's, instead of 2 % (arithmetic; no Mac has timed it)",
-        reason=reason,
-    )
 
 
 def block_error(kernels: BlockKernels, scheme: str, dtype: mx.Dtype) -> float:

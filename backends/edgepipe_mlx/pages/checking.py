@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import sqrt
 
 import mlx.core as mx
@@ -12,16 +12,13 @@ import numpy.typing as npt
 
 from edgepipe.backend.step_layout import RestSlots, RowLayout
 from edgepipe.backend.types import KernelError, SlowPath
-from edgepipe.safe_text import one_line
 from edgepipe.spec.kv_forms import KV_4BIT, KV_8BIT, REST_TOKENS
+from edgepipe_mlx.kernel_check import KernelCheck, measured_error
 from edgepipe_mlx.kv import Paged
 from edgepipe_mlx.kv_codes import codes_of
 from edgepipe_mlx.pages.kernels import MetalPages, PageKernels, widened
 from edgepipe_mlx.pages.rows import MOST_SHARES, MOST_TOKENS, PageForm, page_arrays
 
-logger = logging.getLogger(__name__)
-
-_REASON_CHARS = 200  # a compiler's log may be long
 _BLOCK = 32  # tokens of the block of a check without a model
 _EARLIER = (0, 31, 128, 300)  # tokens: none, no whole batch of keys, a whole share, three shares
 _NO_SCALE, _BYTES = 255, (124, 140)  # byte of no group, and bytes of scales from 0.05 to 0.2
@@ -32,27 +29,30 @@ _LEAST_BOUND = 1e-30  # sums of values that are all zero
 
 Float64s = npt.NDArray[np.float64]
 
+_CHECK = KernelCheck(
+    kernels="of attention over pages",
+    slow=SlowPath(
+        what="attention takes one sequence after another, and copies the context of scattered ones",
+        cost="16 chats of 8,192 tokens, 8B, M4 Max: up to 63 ms more a step (arithmetic; no Mac has timed it)",
+        reason="",
+    ),
+)
+
 
 def checked_pages(forms: Iterable[PageForm]) -> PageKernels | SlowPath:
-    """Return kernels that passed their check on the default device, or what the backend lacks without them.
+    """Return kernels that passed their check on the default device, or what the backend lacks without them."""
 
-    MLX compiles them for the check.
-    """
-    try:
-        kernels = MetalPages()
+    def errors(kernels: PageKernels) -> Iterator[tuple[str, float]]:
         for form in forms:
             for error in form_errors(kernels, form):
-                if error > 1:
-                    return _without(f"the error with {_words(form)} is {error:.3g} times its bound")
-    except (RuntimeError, ValueError) as exc:  # it does not compile, or the device refuses it
-        return _without(one_line(str(exc), most_chars=_REASON_CHARS))
-    return kernels
+                yield f"the error with {_words(form)}", error
+
+    return _CHECK.passed(MetalPages, errors)
 
 
 def page_errors(dtype: mx.Dtype) -> Iterator[KernelError]:
     """Return the error of heads that many models have. MLX compiles the kernels for it."""
     for kv, name in (("", "KV as computed"), (KV_8BIT, "KV in 8 bits"), (KV_4BIT, "KV in 4 bits")):
-        kernel = f"attention over pages, {name}"
         form = PageForm(
             num_heads=8,
             num_kv_heads=2,
@@ -65,10 +65,7 @@ def page_errors(dtype: mx.Dtype) -> Iterator[KernelError]:
             dtype=dtype,
             kv=kv,
         )
-        try:
-            yield KernelError(kernel=kernel, error=max(form_errors(MetalPages(), form)))
-        except (RuntimeError, ValueError) as exc:
-            yield KernelError(kernel=kernel, reason=one_line(str(exc), most_chars=_REASON_CHARS))
+        yield measured_error(f"attention over pages, {name}", partial(_form_errors, form))
 
 
 def form_errors(kernels: PageKernels, form: PageForm) -> Iterator[float]:
@@ -77,6 +74,10 @@ def form_errors(kernels: PageKernels, form: PageForm) -> Iterator[float]:
     for tokens in sorted({*counts.values(), MOST_TOKENS}):
         yield case_error(kernels, form, _case(form, tokens))
     yield case_error(kernels, form, _case(form, 1), most_shares=1)
+
+
+def _form_errors(form: PageForm) -> Iterator[float]:
+    return form_errors(MetalPages(), form)
 
 
 def case_error(
@@ -207,12 +208,3 @@ def _exactly(array: mx.array) -> Float64s:
 def _words(form: PageForm) -> str:
     kind = f"KV in {form.kv}" if form.kv else "KV in the compute type"
     return f"heads of {form.head_dim} and {kind}"
-
-
-def _without(reason: str) -> SlowPath:
-    logger.warning("own kernels of attention over pages are not used: %s", reason)
-    return SlowPath(
-        what="attention takes one sequence after another, and copies the context of scattered ones",
-        cost="16 chats of 8,192 tokens, 8B, M4 Max: up to 63 ms more a step (arithmetic; no Mac has timed it)",
-        reason=reason,
-    )

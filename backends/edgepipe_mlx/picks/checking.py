@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,14 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.types import KernelError, LogitEdits, SlowPath
-from edgepipe.safe_text import one_line
+from edgepipe_mlx.kernel_check import KernelCheck, measured_error
 from edgepipe_mlx.lent_rows import Lender
 from edgepipe_mlx.picks.candidates import NUM_CANDIDATES, pick
 from edgepipe_mlx.picks.kernels import MetalPicks, PickKernels, serves
 
-logger = logging.getLogger(__name__)
-
-_REASON_CHARS = 200  # a compiler's log may be long
 _VOCABULARY = 152_064  # vocabulary of a check without a model
 _FLOAT32_SUMS = 2.0**-17  # relative; exponentials have a part in it
 _TEMPERATURES = (0.7, 1.3, 1e-5)
@@ -27,31 +23,31 @@ _ROWS = len(_TEMPERATURES)
 
 Float32s = npt.NDArray[np.float32]
 
+_CHECK = KernelCheck(
+    kernels="that pick candidates",
+    slow=SlowPath(
+        what="whole rows of logits are sampled on the host",
+        cost="16 chats at temperature 0.8, 152,000 tokens: about 4 ms of a core a step (on Linux; no Mac has timed it)",
+        reason="",
+    ),
+)
+
 
 def checked_picks(vocabulary: int) -> PickKernels | SlowPath:
-    """Return kernels that passed their check on the default device, or what the backend lacks without them.
-
-    MLX compiles them for the check.
-    """
+    """Return kernels that passed their check on the default device, or what the backend lacks without them."""
     if not serves(vocabulary, NUM_CANDIDATES):
-        return _without(f"the vocabulary has {vocabulary} tokens")
-    try:
-        kernels = MetalPicks()
+        return _CHECK.failed(f"the vocabulary has {vocabulary} tokens")
+
+    def errors(kernels: PickKernels) -> Iterator[tuple[str, float]]:
         for error in pick_error_of_each(kernels, vocabulary):
-            if error > 1:
-                return _without(f"the error is {error:.3g} times its bound")
-    except (RuntimeError, ValueError) as exc:  # it does not compile, or the device refuses it
-        return _without(one_line(str(exc), most_chars=_REASON_CHARS))
-    return kernels
+            yield "the error", error
+
+    return _CHECK.passed(MetalPicks, errors)
 
 
 def pick_errors() -> Iterator[KernelError]:
     """Return the error with a vocabulary that many models have. MLX compiles the kernels for it."""
-    kernel = "candidates for sampling"
-    try:
-        yield KernelError(kernel=kernel, error=max(pick_error_of_each(MetalPicks(), _VOCABULARY)))
-    except (RuntimeError, ValueError) as exc:
-        yield KernelError(kernel=kernel, reason=one_line(str(exc), most_chars=_REASON_CHARS))
+    yield measured_error("candidates for sampling", lambda: pick_error_of_each(MetalPicks(), _VOCABULARY))
 
 
 def pick_error_of_each(kernels: PickKernels, vocabulary: int) -> Iterator[float]:
@@ -146,12 +142,3 @@ def _order(values: Float32s) -> npt.NDArray[np.int64]:
 def _total(values: Float32s, temperature: float) -> float:
     with np.errstate(under="ignore"):
         return float(np.exp((values.astype(np.float64) - values.max()) / np.float32(temperature)).sum())
-
-
-def _without(reason: str) -> SlowPath:
-    logger.warning("own kernels that pick candidates are not used: %s", reason)
-    return SlowPath(
-        what="whole rows of logits are sampled on the host",
-        cost="16 chats at temperature 0.8, 152,000 tokens: about 4 ms of a core a step (on Linux; no Mac has timed it)",
-        reason=reason,
-    )
