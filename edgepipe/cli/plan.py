@@ -41,6 +41,44 @@ if TYPE_CHECKING:
 _CONVERSATION_TOKENS = 4096  # a long chat; the default context
 _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
+Context = Annotated[
+    int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
+]
+Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats at the same time.")]
+WhatIf = Annotated[
+    str,
+    typer.Option(
+        "--what-if",
+        metavar="CHANGES",
+        help='Compare with changes: "add rtx4090, link 2.5gbit, memory a 64GB".',
+        show_default=False,
+    ),
+]
+Emulate = Annotated[
+    str,
+    typer.Option(
+        "--emulate",
+        metavar="DEVICES",
+        help='Plan for known devices: "4x rtx4090, cpu 6 cores 32GB".  [default: the cluster]',
+    ),
+]
+EmulatedLink = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        metavar="LINK",
+        help="Link between emulated devices: wifi, gigabit, 2.5g, 10g, thunderbolt, or 1gbit,0.3ms.",
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="SOURCE",
+        help="Count what drafts: mtp (the model's own layer), the name of a draft model, or off.",
+    ),
+]
+
 
 def plan(
     model: Annotated[
@@ -51,51 +89,20 @@ def plan(
         ),
     ],
     objective: ObjectiveName = "",
-    context: Annotated[
-        int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
-    ] = 0,
-    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Chats at the same time.")] = 16,
+    context: Context = 0,
+    concurrency: Concurrency = 16,
     nodes: NumNodes = 0,
     replicas: Replicas = "",
     exclude: Exclude = "",
     first: First = "",
     layers: LayerPlan = "",
-    what_if: Annotated[
-        str,
-        typer.Option(
-            "--what-if",
-            metavar="CHANGES",
-            help='Compare with changes: "add rtx4090, link 2.5gbit, memory a 64GB".',
-            show_default=False,
-        ),
-    ] = "",
-    emulate: Annotated[
-        str,
-        typer.Option(
-            "--emulate",
-            metavar="DEVICES",
-            help='Plan for known devices: "4x rtx4090, cpu 6 cores 32GB".  [default: the cluster]',
-        ),
-    ] = "",
-    link: Annotated[
-        str,
-        typer.Option(
-            "--link",
-            metavar="LINK",
-            help="Link between emulated devices: wifi, gigabit, 2.5g, 10g, thunderbolt, or 1gbit,0.3ms.",
-        ),
-    ] = "",
+    what_if: WhatIf = "",
+    emulate: Emulate = "",
+    link: EmulatedLink = "",
     dtype: Dtype = "auto",
     kv: KVForm = "auto",
     experts_in_ram: ExpertsInRam = "none",
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            metavar="SOURCE",
-            help="Count what drafts: mtp (the model's own layer), the name of a draft model, or off.",
-        ),
-    ] = "off",
+    draft: Draft = "off",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
@@ -106,20 +113,7 @@ def plan(
     from edgepipe.planner.constraints import Constraints
     from edgepipe.spec.expert_places import check_has_experts, checked_choice
 
-    if link and not emulate:
-        raise ConfigInvalid(
-            "--link goes with --emulate",
-            fact="a running cluster measures its links",
-            next_step=f'compare with another link: edgepipe plan {model} --what-if "link {link}"',
-        )
-    if emulate and measure:
-        raise ConfigInvalid(
-            "--emulate and --measure contradict each other",
-            fact="data sheets describe emulated devices",
-            next_step="give one of them",
-        )
-    if emulate and data_dir is not None:
-        raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
+    _refuse_contradictions(model, link=link, emulate=emulate, measure=measure, data_dir=data_dir)
     num_replicas, auto_replicas = checked_replicas(replicas, plan=layers, first=first)
     if what_if and (num_replicas or auto_replicas):
         raise ConfigInvalid("--what-if and --replicas contradict each other", next_step="give one of them")
@@ -151,6 +145,24 @@ def plan(
         _show_layouts(cluster, demand, constraints, count=num_replicas, as_json=as_json)
     else:
         _show(cluster, demand, constraints, what_if=what_if, as_json=as_json)
+
+
+def _refuse_contradictions(model: str, *, link: str, emulate: str, measure: bool, data_dir: Path | None) -> None:
+    """Raise ConfigInvalid if two of these flags cannot be obeyed together."""
+    if link and not emulate:
+        raise ConfigInvalid(
+            "--link goes with --emulate",
+            fact="a running cluster measures its links",
+            next_step=f'compare with another link: edgepipe plan {model} --what-if "link {link}"',
+        )
+    if emulate and measure:
+        raise ConfigInvalid(
+            "--emulate and --measure contradict each other",
+            fact="data sheets describe emulated devices",
+            next_step="give one of them",
+        )
+    if emulate and data_dir is not None:
+        raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
 
 
 def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: int) -> Demand:

@@ -37,6 +37,8 @@ from edgepipe.cli.output import as_dict, make_console, print_json
 from edgepipe.errors import ConfigInvalid, ModelUnknown, PeerClosed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edgepipe.link.admin_client import Admin
     from edgepipe.wire.engines import EngineState, StageState
     from edgepipe.wire.serving import ServeRequest
@@ -170,7 +172,6 @@ def serve(
     data_dir: DataDir = None,
 ) -> None:
     """Load a model on the nodes. Returns when the model can answer."""
-    from edgepipe.cli.admin import ask_node
     from edgepipe.wire.serving import Moves
 
     _refuse_contradictions(
@@ -218,15 +219,7 @@ def serve(
         moves=Moves[_MOVES[rebalance]],
     )
 
-    folder = data_dir_of(data_dir)
-    try:
-        engines = ask_node(folder, lambda admin: serve_with_progress(admin, request, lines=as_json and progress))
-    except ModelUnknown as refused:
-        from edgepipe.cli.offering import fetch_unserved
-
-        fetched = fetch_unserved(model, folder, models_dir_of(data_dir, None), refused, yes=yes, as_json=as_json)
-        again = replace(request, options=replace(options, model=fetched))
-        engines = ask_node(folder, lambda admin: serve_with_progress(admin, again, lines=as_json and progress))
+    engines = _serve_or_fetch(request, data_dir, yes=yes, as_json=as_json, lines=as_json and progress)
     if as_json:
         print_json(as_dict(engines[0]) if len(engines) == 1 else [as_dict(engine) for engine in engines])
         return
@@ -247,6 +240,24 @@ def _refuse_contradictions(
             fact="with --rebalance the number of pipelines stays",
             next_step=f"give one after the other: edgepipe serve {model} --replicas {replicas}",
         )
+
+
+def _serve_or_fetch(
+    request: ServeRequest, data_dir: Path | None, *, yes: bool, as_json: bool, lines: bool
+) -> Sequence[EngineState]:
+    """Serve a model, which is fetched first if no machine has it and the user agrees."""
+    from edgepipe.cli.admin import ask_node
+
+    folder = data_dir_of(data_dir)
+    try:
+        return ask_node(folder, lambda admin: serve_with_progress(admin, request, lines=lines))
+    except ModelUnknown as refused:
+        from edgepipe.cli.offering import fetch_unserved
+
+        models_dir = models_dir_of(data_dir, None)
+        fetched = fetch_unserved(request.options.model, folder, models_dir, refused, yes=yes, as_json=as_json)
+    again = replace(request, options=replace(request.options, model=fetched))
+    return ask_node(folder, lambda admin: serve_with_progress(admin, again, lines=lines))
 
 
 def serve_request(

@@ -118,33 +118,16 @@ class Gateway:
         self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model, report=keep_models)
         answers = PiecedAnswers(turns=Turns(), timeouts=timeouts or StreamTimeouts())
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
-        service = CompletionService(
-            models=self._models,
-            loads=self._loads,
-            keep_alives=self._keep_alives,
-            clock=clock,
-            ids=ids,
-            new_seed=new_seed,
-            admission=self._admission,
-            metrics=metrics.requests,
-            compiler=GrammarCompiler(self._grammar_trial.check),
-            turns=answers.turns,
-        )
+        service = self._new_service(answers, metrics, ids=ids, new_seed=new_seed)
         status_handlers = StatusHandlers(models=self._models, metrics=metrics, answers=answers, threads=service.threads)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self._admin = admin
         self._requests = metrics.requests.ring
         sessions = Sessions(now_s=clock.monotonic_s, new_token=new_token)
         tries = KeyTries(now_s=clock.monotonic_s)
-        feed = PageFeed(node_name=node_name, edgepipe_version=__version__, clock=clock)
-        self._page = Page(
-            feed=feed,
-            models=self._models,
-            managing=Managing(admin=admin, feed=feed, requests=self._requests, sessions=sessions, tries=tries),
-            requests=self._requests,
-            security=security,
-            turns=answers.turns,
-            timeouts=answers.timeouts,
+        self._page = self._new_page(answers, sessions, tries)
+        copying = CopySettings(
+            hello=self._hello, security=security, report=report_batches, users=local_users(rules or AccessRules())
         )
         self._batches = BatchService(
             settings=files,
@@ -153,9 +136,7 @@ class Gateway:
             loads=self._loads,
             clock=clock,
             ids=ids,
-            copying=CopySettings(
-                hello=self._hello, security=security, report=report_batches, users=local_users(rules or AccessRules())
-            ),
+            copying=copying,
         )
         self.app: ASGIApp = make_app(
             service=service,
@@ -169,6 +150,34 @@ class Gateway:
             batches=self._batches,
             requests=request_shares(self._connections.limits.max_connections),
             memory=self._admission.memory,
+        )
+
+    def _new_service(
+        self, answers: PiecedAnswers, metrics: Metrics, *, ids: IdSource, new_seed: Callable[[], int]
+    ) -> CompletionService:
+        return CompletionService(
+            models=self._models,
+            loads=self._loads,
+            keep_alives=self._keep_alives,
+            clock=self._clock,
+            ids=ids,
+            new_seed=new_seed,
+            admission=self._admission,
+            metrics=metrics.requests,
+            compiler=GrammarCompiler(self._grammar_trial.check),
+            turns=answers.turns,
+        )
+
+    def _new_page(self, answers: PiecedAnswers, sessions: Sessions, tries: KeyTries) -> Page:
+        feed = PageFeed(node_name=self._hello.node_name, edgepipe_version=__version__, clock=self._clock)
+        return Page(
+            feed=feed,
+            models=self._models,
+            managing=Managing(admin=self._admin, feed=feed, requests=self._requests, sessions=sessions, tries=tries),
+            requests=self._requests,
+            security=self._security,
+            turns=answers.turns,
+            timeouts=answers.timeouts,
         )
 
     def update(self, view: ClusterView) -> None:

@@ -76,18 +76,3 @@ class Outgoing(Protocol):
         """Queue a step and return at once. The array must not change afterwards. Raises LocalProtocolError if too
         many of its class are queued."""
         ...
-
-
-class Incoming(Protocol):
-    """The receiving end; calls ``on_step`` once for each step when its last byte is there, in order within a class."""
-
-    def expect(self, step: StepId, num_bytes: int, *, bulk: bool) -> None:
-        """Take from the plan that ``step`` brings ``num_bytes``. Call it in step order, before or after bytes arrive.
-
-        Raises RemoteProtocolError if the bytes that arrived do not fit.
-        """
-        ...
-
-    def taken(self, *, bulk: bool) -> None:
-        """Return the credit of the oldest delivered step of the class to the sender: compute has the step."""
-        ...

@@ -147,7 +147,10 @@ class RingReceiver:
         await self._room.wait()
 
     def expect(self, step: StepId, num_bytes: int, *, bulk: bool) -> None:
-        """See ``Incoming.expect``."""
+        """Take from the plan that ``step`` brings ``num_bytes``. Call it in step order, before or after bytes arrive.
+
+        Raises RemoteProtocolError if the bytes that arrived do not fit.
+        """
         self._check_class(step, bulk=bulk)
         whole = self._assemblers[bulk].expect(step, num_bytes)
         if self._held_bytes <= MAX_HELD_BYTES:
@@ -156,8 +159,11 @@ class RingReceiver:
             self._on_step(step, whole, bulk)  # unmeasured: its last byte came before its plan
 
     def taken(self, *, bulk: bool) -> None:
-        """See ``Incoming.taken``. While the sender knows of half the window, the grant can wait: one message per step
-        would cost both ends too much."""
+        """Return the credit of the oldest delivered step of the class to the sender: compute has the step.
+
+        While the sender knows of half the window, the grant can wait: one message per step would cost both ends too
+        much.
+        """
         self._assemblers[bulk].taken()
         self._ungranted += 1
         if self._feed is not None:
