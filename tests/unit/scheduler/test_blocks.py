@@ -120,3 +120,12 @@ def test_no_block_is_owned_twice_and_all_come_back(num_blocks: int, actions: lis
         pool.release(table)
     assert pool.free_blocks == num_blocks
     assert pool.allocate(num_blocks, room=num_blocks) == (BlockRun(0, num_blocks),)
+
+
+def test_a_run_is_roomy_if_both_tables_beside_it_can_grow() -> None:
+    pool = BlockAllocator(16)
+    assert pool.has_roomy_run(4, room=16)
+    assert not pool.has_roomy_run(4, room=17)  # no table is in front of it; behind it a block is missing
+    pool.allocate(1, room=8)
+    assert pool.has_roomy_run(4, room=8)
+    assert not pool.has_roomy_run(9, room=9)  # it needs no more behind it, but blocks that the table in front claims
