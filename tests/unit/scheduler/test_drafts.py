@@ -225,6 +225,19 @@ def test_all_drafts_and_windows_of_a_step_together_lengthen_the_tokens_of_others
     assert longer_s <= 1.03 * period_s(chats)
 
 
+def test_drafts_that_a_step_makes_anyway_are_no_reason_against_one_that_is_rarely_right() -> None:
+    draft_s = 0.001
+    windows = list[int]()
+    for made in (0, 20):
+        drafting, own = Drafting(lambda rows: 1.0, lambda: draft_s), SequenceDrafts(pause=1000)
+        beside = RowsBeside(rows=10, alone=False, drafts=made)
+        for _ in range(40):
+            drafting.note(own, [MODEL], accepted=0, beside=beside)
+        own.next = Drafts((7,), (MODEL,))
+        windows.append(len(drafting.window(own, beside, most=1).ids))
+    assert windows == [1, 1]
+
+
 def test_drafts_that_took_too_long_are_measured_again() -> None:
     """The times of a busy device must not end drafts for ever."""
     draft_s = 0.2
