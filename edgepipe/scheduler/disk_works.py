@@ -163,7 +163,7 @@ class DiskWorks:
         after._pause_s, after._works_since_s = self._pause_s, self._works_since_s
         return after
 
-    def may_begin(self, now_s: float = 0.0) -> bool:
+    def may_begin(self, now_s: float) -> bool:
         """Whether ``next`` may have a work. A disk that rests gets one after its pause, when all others have ended."""
         if self.again_s is not None and (self._under_way or now_s < self.again_s):
             return False

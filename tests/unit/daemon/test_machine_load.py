@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,3 +32,10 @@ def test_it_is_a_share_whatever_the_system_tells(total_s: float, idle_s: float, 
 def test_a_process_that_is_gone_took_nothing() -> None:
     assert processor_times(os.getpid()).own_s > 0
     assert processor_times(2**22 + 1).own_s == 0
+
+
+def test_a_process_takes_time_for_itself_and_within_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reads files for a process that loads weights. Other processes do not use that time."""
+    times = SimpleNamespace(user=5.0, system=3.0)
+    monkeypatch.setattr(psutil, "Process", lambda _: SimpleNamespace(cpu_times=lambda: times))
+    assert processor_times(7).own_s == 8.0
