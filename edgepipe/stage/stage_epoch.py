@@ -25,6 +25,7 @@ from edgepipe.stage.disk_tier import DiskTier
 from edgepipe.stage.draft_process import Guesser
 from edgepipe.stage.drafting import DraftWish
 from edgepipe.stage.drafts_ahead import DraftsAhead
+from edgepipe.stage.epoch_tiers import EpochTiers
 from edgepipe.stage.held_keys import BegunMove, HeldKeys
 from edgepipe.stage.home import Home, HomeFeed, WayHome
 from edgepipe.stage.host_watch import HostWatch
@@ -47,7 +48,7 @@ from edgepipe.wire.plans import ControlCommand, StepPlan
 from edgepipe.wire.registrations import Registrations
 from edgepipe.wire.reports import Drafted, HomeTokens, LinkSample, StepDone
 from edgepipe.wire.sizes import MAX_PLANS
-from edgepipe.wire.tiers import DiskCopies, HostRoom, NewKeys, PlacesBack, place_keys
+from edgepipe.wire.tiers import DiskCopies, NewKeys, PlacesBack
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,6 @@ class StageEpoch:
         self._rest_tokens = rest_tokens  # slots that a sequence needs behind its last token's
         self._kv_since = kv_since
         self._draft_model = draft_model
-        self._disk, self._host, self._held = disk, host, held
-        if disk is not None:
-            disk.begin_epoch()
         self.over = False
         self._paused = False
         self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
@@ -131,6 +129,9 @@ class StageEpoch:
         )
         self._retirement = Retirement(spec.epoch)
         self._reports = Reports()
+        self._tiers = EpochTiers(
+            spec, self._tasks, self._reports, disk=disk, host=host, held=held, cannot_obey=self._cannot_obey
+        )
         self._drafts_ahead = DraftsAhead(spec.epoch, self._drafted)
         self._flying: dict[StepId, tuple[DraftWish | None, ...]] = {}  # wishes of the steps that are not reported yet
         self._last_step = StepId(0)
@@ -166,8 +167,7 @@ class StageEpoch:
                     tasks.create_task(self._keep(sender), name="stage-ring")
                 tasks.create_task(self._announce(senders), name="stage-opened")
                 tasks.create_task(self._tell_crash(), name="stage-crash")
-                if self._host is not None:
-                    tasks.create_task(self._host.run(self._tell_host_room), name="stage-host-memory")
+                self._tiers.start()
                 await commands.feed(self._obey, refuse=self._cannot_obey)
                 self._reports.finish()  # the writer then ends the rest: gRPC ends badly if a write is cancelled
         except* _Over:
@@ -219,8 +219,7 @@ class StageEpoch:
 
     def end(self) -> None:
         """Drop all steps that are not computed yet. Another epoch may use the KV after the steps in the thread."""
-        if self._disk is not None and not self.over:  # a second call may come when the next epoch has begun
-            self._disk.begin_epoch()
+        self._tiers.close()
         self._table.release_all()
         self.over = True
         self._crash.cancel()
@@ -238,8 +237,7 @@ class StageEpoch:
         """See ``WorkOwner.computed``; runs on the compute thread."""
         assert work.span is not None, "the step was computed"
         span = work.span
-        if work.moves and self._held is not None:
-            self._held.end(work.moves)
+        self._tiers.ended(work.moves)
         if work.kept:
             share_out(work.kept, output)
         if work.samples or work.scored:
@@ -346,30 +344,25 @@ class StageEpoch:
     async def _announce(self, senders: list[Outgoing]) -> None:
         for sender in senders:
             await sender.connected()
-        if self.spec.asks_held and self._held is not None:
-            for page in await asyncio.to_thread(self._held.pages, self.spec.epoch):
-                self._reports.held(page)
+        await self._tiers.report_held()
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
-        self._tell_host_room()
-
-    def _tell_host_room(self) -> None:
-        if (host := self._host) is not None:
-            room = HostRoom(epoch=self.spec.epoch, permille=host.permille, available_bytes=host.available_bytes)
-            self._reports.host_room(room)
+        self._tiers.report_host_room()
 
     def _obey(self, commands: Sequence[ControlCommand]) -> None:
         if self.over:
             return
         try:
             for command in commands:
-                if isinstance(command, StepPlan):
+                if command.epoch != self.spec.epoch:
+                    self._tools.counters.strays += 1
+                elif isinstance(command, StepPlan):
                     self._plan(command)
                 elif isinstance(command, DiskCopies):
-                    self._copy(command)
+                    self._tiers.copy(command)
                 elif isinstance(command, PlacesBack):
-                    self._give_back(command)
+                    self._tiers.give_back(command)
                 elif isinstance(command, NewKeys):
-                    self._name(command)
+                    self._tiers.name(command)
                 else:
                     self._register(command)
             self._pump()
@@ -379,54 +372,12 @@ class StageEpoch:
     def _cannot_obey(self, error: Exception) -> None:
         self.fault(_as_fault(error, "a plan could not be prepared"))
 
-    def _copy(self, copies: DiskCopies) -> None:
-        if copies.epoch != self.spec.epoch:
-            self._tools.counters.strays += 1
-            return
-        if self._disk is None:
-            raise RemoteProtocolError("the engine names places on disk, and this stage has none")
-        if self._host is not None and copies.memory_class < len(self.spec.host_places):
-            self._host.copied(copies)
-        self._tasks.create_task(self._perform(self._disk, copies), name="stage-disk")
-
-    async def _perform(self, disk: DiskTier, copies: DiskCopies) -> None:
-        try:
-            copied = await disk.perform(copies)
-        except RemoteProtocolError as exc:
-            self._cannot_obey(exc)
-            return
-        if not self.over:
-            self._reports.disk(copied)
-
-    def _give_back(self, back: PlacesBack) -> None:
-        if back.epoch != self.spec.epoch:
-            self._tools.counters.strays += 1
-            return
-        if self._host is None:
-            raise RemoteProtocolError("the engine names places to give back, and this stage has none")
-        self._host.give_back(back)
-        if self._held is not None:
-            self._held.give_back(back.memory_class, back.places)
-
-    def _name(self, new: NewKeys) -> None:
-        if new.epoch != self.spec.epoch:
-            self._tools.counters.strays += 1
-            return
-        if self._held is not None:
-            self._held.name(place_keys(new.key_class, new.key_place, new.keys))
-
     def _register(self, registrations: Registrations) -> None:
-        if registrations.epoch != self.spec.epoch:
-            self._tools.counters.strays += 1
-            return
         for registration in registrations.sequences:
             self._table.tell(registration)
 
     def _plan(self, plan: StepPlan) -> None:
         counters = self._tools.counters
-        if plan.epoch != self.spec.epoch:
-            counters.strays += 1
-            return
         if plan.step <= self._last_step:
             counters.repeats += 1
             return
@@ -436,8 +387,7 @@ class StageEpoch:
             )
         self._last_step = plan.step
         counters.received += 1
-        if self._held is not None and plan.keys:
-            self._held.name(plan.keys)
+        self._tiers.planned(plan)
         self._begin(plan, self._table.apply(plan))
 
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
@@ -453,8 +403,7 @@ class StageEpoch:
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
         self._moves += plan.moves
         self._begun += rows.begun
-        if self._host is not None and plan.moves:
-            self._host.moved(plan.moves)
+        self._tiers.moved(plan.moves)
         if plan.lot and last is not None:
             self._flying[plan.step] = rows.wishes
         for lane in lanes:
