@@ -30,14 +30,21 @@ from typing import NamedTuple
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler.chat_turns import ChatTurns
+from edgepipe.scheduler.chunk_sizes import (
+    MIN_CHUNK_TOKENS,
+    PRECISION,
+    chunk_counts,
+    chunk_work,
+    largest_chunk,
+    leading_bits,
+    next_leading_bits,
+    step_sizes,
+)
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import parse_duration_s
 
 DEFAULT_ITL_GOAL = "100ms"
 """Goal if the user gives none. Readers notice pauses of a quarter of a second; prompts lose a few per cent."""
-
-MIN_CHUNK_TOKENS = 32
-"""Smallest planned chunk: a smaller one costs a ring about as much."""
 
 HOST_S = 0.0008
 """Estimate of a step's fixed work on the host of each slice: plans, messages, waking threads."""
@@ -45,9 +52,6 @@ HOST_S = 0.0008
 _LONGEST_GOAL_S = 60.0
 _ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
 _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
-_FINER = 1.3  # factor between the numbers of chunks that are compared
-_SMALL_CHUNKS = (256, 128, 64, 32)  # sizes that are compared, too: kernels for few tokens end at such edges
-_PRECISION = 16  # sizes are found within a sixteenth
 _BESIDE_BATCH = 1.25  # turn of chats beside a batch by forecast, as a multiple of their turn alone
 _BESIDE_MEASURED = 1.4  # the same as measured: hosts work on each step of a batch, too
 _BATCH_CHUNKS = (8, 16)  # tokens of steps beside chats: sizes below ``MIN_CHUNK_TOKENS`` for prompts of batches
@@ -64,7 +68,6 @@ _EQUAL_S = 0.35  # but it may cost the oldest prompt no more than so many second
 _VARIED = 10  # exponent: where a turn and the slowest server's steps take equally long, jitter costs 7 %
 _EQUAL_SHORT = 0.25  # the same of short prompts: they end soon anyway
 _SHORT_TOKENS = 1024  # if all waiting prompts together have no more, they are short
-_SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
 
 
 def parse_itl_goal(text: str) -> float | None:
@@ -245,7 +248,7 @@ class Pacer:
         """
         if self._goal_s is None:
             return None
-        load = (_about(chats), _about(context), micro_batches)
+        load = (leading_bits(chats), leading_bits(context), micro_batches)
         if self._batch is None or self._batch[0] != load or not self._still_takes(*self._batch[1:], chats, context):
             own = self.decode_passage(-(-chats // micro_batches), context=context)
             if own is None:
@@ -273,7 +276,7 @@ class Pacer:
         """Return the most rows of so many steps in flight; one where even that takes too long, in one step."""
         own = -(-chats // in_flight)
         low, high = 0, _MOST_BATCH_ROWS + 1
-        while high - low > max(1, low // _PRECISION):
+        while high - low > max(1, low // PRECISION):
             middle = (low + high) // 2
             passage = self.decode_passage(own + middle, context=context)
             if passage is not None and _turn_s(passage, in_flight) <= limit_s:
@@ -308,10 +311,10 @@ class Pacer:
         most = min(waiting, self._most)
         limit_s = 0.0
         for slices in self._ring.stages:
-            limit_s = max(limit_s, sum([step_s(_chunk(position, 1)) for step_s in slices]))
+            limit_s = max(limit_s, sum([step_s(chunk_work(position, 1)) for step_s in slices]))
         limit_s = max(_ALONE_S, _ALONE * limit_s)
         for slices in self._ring.stages:
-            most = _largest(slices, position, most=most, limit_s=limit_s)
+            most = largest_chunk(slices, position, most=most, limit_s=limit_s)
         return most
 
     def chunk(self, waiting: Waiting) -> Chunk | None:
@@ -329,12 +332,12 @@ class Pacer:
                 return None
             most = int(min(self._most, max(1, self._room / best.in_flight)))
             self._tokens = most
-            example = _chunk(waiting.position, self._equal(waiting, best.chunk_s, most=most))
+            example = chunk_work(waiting.position, self._equal(waiting, best.chunk_s, most=most))
             if (passage := self.passage(example)) is None:
                 return None
             self._target = target = _Target(waiting.prompt, best.chunk_s, most, example, passage.server_s)
         tokens = self._tokens = self._equal(waiting, target.chunk_s, most=target.most_tokens)
-        passage = self.passage(_chunk(waiting.position, tokens))
+        passage = self.passage(chunk_work(waiting.position, tokens))
         if passage is None:
             return None
         in_flight = self._in_flight(passage, tokens)
@@ -354,9 +357,9 @@ class Pacer:
         middle = waiting.position + waiting.left // 2
         most = self.most_tokens(middle, waiting=total)
         ends: list[tuple[float, PromptsAlone]] = []  # with the seconds until the end
-        for number in _numbers(total, most):
+        for number in chunk_counts(total, most):
             tokens = -(-total // number)
-            passage = self.passage(_chunk(middle, tokens))
+            passage = self.passage(chunk_work(middle, tokens))
             if passage is None:
                 return None
             in_flight = self._in_flight(passage, tokens)
@@ -381,16 +384,16 @@ class Pacer:
         low, high = min(MIN_CHUNK_TOKENS, most), most + 1  # the least that a chunk has; too many
         tokens = min(max(self._tokens, low), most)
         for _ in range(_ROUNDS):
-            passage = self.passage(_chunk(position, tokens))
+            passage = self.passage(chunk_work(position, tokens))
             if passage is None:
                 break
-            if passage.server_s <= target_s * (1 + 1 / _PRECISION):
+            if passage.server_s <= target_s * (1 + 1 / PRECISION):
                 low = tokens
-                if passage.server_s >= target_s * (1 - 1 / _PRECISION):
+                if passage.server_s >= target_s * (1 - 1 / PRECISION):
                     break
             else:
                 high = tokens
-            if high - low <= max(1, low // _PRECISION):
+            if high - low <= max(1, low // PRECISION):
                 break
             guess = round(tokens * target_s / passage.server_s)  # time is nearly linear in tokens
             tokens = guess if low < guess < high else (low + high) // 2
@@ -420,10 +423,10 @@ class Pacer:
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
         short = waiting.begun + waiting.left + waiting.others <= _SHORT_TOKENS
-        until = _above(waiting.position + _POSITIONS_ALIKE)
+        until = next_leading_bits(waiting.position + _POSITIONS_ALIKE)
         load = _Load(
             until - _POSITIONS_ALIKE,
-            _about(waiting.decodes),
+            leading_bits(waiting.decodes),
             waiting.micro_batches,
             waiting.batch,
             short,
@@ -448,7 +451,7 @@ class Pacer:
         waiting = waiting._replace(position=max(waiting.position, last))
         best: tuple[float, Chunk] | None = None  # seconds until the prompts end
         smaller = [tokens for tokens in _BATCH_CHUNKS if tokens < self._most] if waiting.batch else []
-        for tokens in (*smaller, *_sizes(self._most)):
+        for tokens in (*smaller, *step_sizes(self._most)):
             found = self._best_beside(waiting, tokens, limit_s, short=short)
             if found is None:
                 return None
@@ -511,58 +514,9 @@ def _turn_s(passage: Passage, in_flight: int) -> float:
     return max(passage.turn_s, in_flight * passage.server_s)
 
 
-def _about(count: int) -> int:
-    """Return the count with its three leading bits, so that a choice holds for similar loads."""
-    rest = max(0, count.bit_length() - 3)
-    return count >> rest << rest
-
-
-def _above(count: int) -> int:
-    """Return the least number above the count that has four leading bits, so that a choice holds up to there."""
-    rest = max(0, count.bit_length() - 4)
-    return ((count >> rest) + 1) << rest
-
-
 def _rows(waiting: Waiting, in_flight: int) -> int:
     """Return the decodes that ride in each of so many steps."""
     return -(-waiting.decodes // max(1, min(waiting.micro_batches, in_flight)))
-
-
-def _numbers(total: int, most: int) -> list[int]:
-    """Return numbers of chunks, ascending, for ``total`` tokens in chunks of at most ``most``."""
-    numbers = [-(-total // most)]
-    while (number := max(numbers[-1] + 1, int(numbers[-1] * _FINER))) * _SMALL_CHUNKS[0] <= total:
-        numbers.append(number)
-    return numbers + [number for size in _SMALL_CHUNKS if (number := -(-total // size)) > numbers[-1]]
-
-
-def _sizes(most: int) -> list[int]:
-    """Return sizes of steps, ascending: multiples of 8, since kernels work in tiles."""
-    sizes, octave = [min(MIN_CHUNK_TOKENS, most)], MIN_CHUNK_TOKENS
-    while octave <= most:
-        sizes += [size for part in _SIZES_PER_OCTAVE if sizes[-1] < (size := int(part * octave)) <= most]
-        octave *= 2
-    return sizes
-
-
-def _largest(slices: Sequence[Callable[[StepWork], float]], position: int, *, most: int, limit_s: float) -> int:
-    """Return the largest chunk within ``limit_s`` on one device; at least one token, however long it takes."""
-
-    def fits(tokens: int) -> bool:
-        work = _chunk(position, tokens)
-        return sum([step_s(work) for step_s in slices]) <= limit_s
-
-    low, high = 1, most
-    if fits(high):
-        return high
-    while high - low > 1 + low // _PRECISION:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _chunk(position: int, tokens: int) -> StepWork:
-    return StepWork(tokens, 1, position + tokens, tokens * (position + (tokens + 1) / 2), 1)
 
 
 def _decodes(waiting: Waiting, rows: int) -> StepWork:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import ThrottledPolicy
+from edgepipe.scheduler.chunk_sizes import MIN_CHUNK_TOKENS
 from edgepipe.scheduler.pacing import (
     HOST_S,
-    MIN_CHUNK_TOKENS,
     Chunk,
     Pacer,
     RingTimes,
