@@ -387,3 +387,12 @@ def test_a_goal_without_a_unit_or_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigInvalid, match=r"--itl-goal cannot be") as caught:
         parse_itl_goal(text)
     assert "100ms" in caught.value.next_step
+
+
+def test_every_decode_of_a_step_attends_to_its_whole_context() -> None:
+    pair_s = 1e-6
+    pacer = Pacer(ring_of([Server(0.005, 0.0, pair_s)]), most_tokens=MOST)
+    nothing, chats = pacer.decode_passage(8, context=0), pacer.decode_passage(8, context=10_000)
+    assert nothing is not None
+    assert chats is not None
+    assert chats.server_s - nothing.server_s == pytest.approx(8 * 9_999 * pair_s)  # of nothing, one token is counted
