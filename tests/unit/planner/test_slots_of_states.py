@@ -14,7 +14,7 @@ from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.preview import disk_kv_tokens, host_kv_tokens, plan_as_dict
 from edgepipe.planner.shortage import shortage_of
-from edgepipe.spec.memory_classes import LEAST_SLOTS, state_slots
+from edgepipe.spec.memory_classes import LEAST_SLOTS, kv_bytes, state_slots
 from edgepipe.units import LinkShape
 from edgepipe.weights.mixes import named_model
 
@@ -120,3 +120,5 @@ def test_a_plan_says_how_many_tokens_of_idle_chats_a_disk_holds() -> None:
     assert 9 * small < large < 11 * small
     assert disk_kv_tokens(planned(kv=""), num_bytes=10**11) < large
     assert plan_as_dict(planned())["disk_kv_tokens"] == large
+    config, _ = named_model(HYBRID)
+    assert 0.99e11 < sum(kv_bytes(config, large, form="8bit")) <= 1e11, "idle chats have as many states as pay"
