@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSettings
-from edgepipe.daemon.serving.recent_surveys import RecentSurveys
+from edgepipe.daemon.serving.recent_surveys import RecentSurveys, change_note
 from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.ids import NodeId
 from edgepipe.planner.profiles import LayerProfile, Point
@@ -102,6 +103,15 @@ async def test_a_worse_plan_that_lasts_comes_with_the_reason() -> None:
     assert "gamer" not in nodes or len(nodes) > 1
     assert note.startswith("the plan of 1 s ago (layers 0-29 on gamer, ")
     assert note.endswith("tok/s) no longer holds: a layer takes 30.0 times as long on gamer")
+
+
+def test_a_note_names_the_first_three_reasons() -> None:
+    links = tuple(replace(link, bytes_per_s=link.bytes_per_s / 4) for link in NOISY.links)
+    machines = tuple(replace(each, free_bytes=each.free_bytes // 4) for each in NOISY.machines)
+    earlier = cast("Any", SimpleNamespace(stages=(), tokens_per_s=1.0))
+    note = change_note(earlier, age_s=1.0, before=QUIET, now=replace(NOISY, links=links, machines=machines))
+    reasons = note.partition("no longer holds: ")[2].split("; ")
+    assert [reason.split()[0] for reason in reasons] == ["gamer", "a", "attic"]
 
 
 @pytest.mark.parametrize("answers", [[QUIET, QUIET], [NOISY, QUIET]])

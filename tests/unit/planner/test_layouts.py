@@ -61,6 +61,11 @@ def test_replicas_serve_every_request_once() -> None:
     assert len(both.stages) == 4
 
 
+def test_replicas_that_had_no_step_have_no_mean() -> None:
+    idle = replace(run(CLUSTER, workload(requests=1)), num_steps=0, step_tokens_mean=0.0)
+    assert merged([idle, idle]).step_tokens_mean == 0
+
+
 def test_interleaved_slices_share_their_device() -> None:
     ring = imagine(replace(CLUSTER, slices=2)).ring
     order = [stage.device for stage in ring.stages]
