@@ -402,3 +402,15 @@ def test_calls_do_not_walk_the_pool_block_by_block(piece: int, release: float, c
     assert lines_run(lambda: table.extend(pool.extend(table, 700, room=700))) < 150 + 4 * 700, "it looks what is behind"
     assert lines_run(lambda: pool.release(table)) < 50 + 3 * len(table), "it reads the runs"
     assert lines_run(pool.carry_over) < 100
+
+
+def test_a_lost_block_is_current_again_once_its_own_table_has_computed_it() -> None:
+    pool = KVPool(8, contiguous=False)
+    cached, other = listed(pool.allocate(2, room=2))
+    pool.enter(key(cached), cached)
+    pool.lose(0)
+    pool.refresh(key(cached), other)  # another table computed the same tokens into a block of its own
+    assert pool.is_stale(cached)
+    pool.refresh(key(cached), cached)
+    assert not pool.is_stale(cached)
+    assert not pool.any_stale
