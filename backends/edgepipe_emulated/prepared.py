@@ -107,6 +107,26 @@ def prepare_step(
     )
 
 
+def uses_moved(step: Step) -> bool:
+    """Return whether a step's copies or rows use a block or slot of the device that its moves copy."""
+    moved: dict[int, set[int]] = {}
+    for move in step.moves:
+        moved.setdefault(move.number, set()).add(move.place)
+    if any(not moved.get(0, set()).isdisjoint((copy.source, copy.target)) for copy in step.copies):
+        return True
+    for row in step.rows:
+        tables = row.runs, *[window.runs for window in row.windows]
+        for number, runs in enumerate(tables):
+            places = moved.get(number, ())
+            if places and any(run.start <= place < run.start + run.count for run in runs for place in places):
+                return True
+        slots = moved.get(len(tables))
+        if slots and row.state is not None:
+            if not slots.isdisjoint((row.state.read, *[write.slot for write in row.state.writes])):
+                return True
+    return False
+
+
 def _rests(step: Step, number: int, pool: KVStorage, kv: str) -> Rests:
     """Lay out the lower bits in one class. Tables begin with a span."""
     span, more, packed = span_tokens(kv, pool.block_size), rest_tokens(kv), 0

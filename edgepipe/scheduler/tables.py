@@ -289,6 +289,9 @@ class BlockTables:
         place = self._first_without_room(sequence, hits, running, beside_prompts=beside_prompts)
         if place is not None:
             return self._refuse(self._reusable_keys(sequence), short_of=place)
+        if running and not self._copy_out_ahead(count - len(known), known):
+            self._restores = True
+            return self._refuse([], lacks_room=False)
         self._take(sequence, known, begin, count, copied=copied)
         return True
 
@@ -476,14 +479,39 @@ class BlockTables:
         if self._limits.contiguous_kv:  # in one piece, which the sequence takes over as it is
             self._kv.gather(keys[:hits])
             hits = self._supported(keys, min(hits, self._num_known(keys, Tier.HOST)), down_to=Tier.HOST)
-        elif beside and rates is not None and rates.most_blocks is not None and found.count(None) > rates.most_blocks:
-            if not self._moves:
-                self._restore_context(sequence, keys[:hits], most=rates.most_blocks)
-            return False
+        elif beside and rates is not None and rates.most_blocks is not None:
+            return self._restore_beside(sequence, keys, hits, most=rates.most_blocks)
         if hits and self._restore_context(sequence, keys[:hits], count=count):
             if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
                 self._states.restore(keys, hits)
         return True
+
+    def _restore_beside(self, sequence: Sequence, keys: Seq[Key], hits: int, *, most: int) -> bool:
+        """Bring the next ``most`` blocks back in a step before the sequence begins: copies run beside a step that does
+        not use them. Return whether nothing is left to bring back, or to wait for."""
+        if self._moves:
+            return False
+        missing = sum(self._kv.block_of(key) is None for key in keys[:hits])
+        if missing and not self._restore_context(sequence, keys[:hits], most=most):
+            return True
+        if missing > most:
+            return False
+        if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
+            self._states.restore(keys, hits)
+        return not self._moves
+
+    def _copy_out_ahead(self, count: int, known: Seq[int]) -> bool:
+        """Copy blocks to host memory that ``count`` new ones will push out, as many as a step carries beside others.
+
+        Return whether nothing is left to copy. ``known``: blocks of the sequence that the device has.
+        """
+        rates = self._limits.host_rates
+        if self._limits.contiguous_kv or rates is None or rates.most_blocks is None:
+            return True
+        if self._moves:
+            return count <= self._kv.empty_blocks
+        due = self._kv.next_evicted(count, spared=known)
+        return not due or not self._kv.copy_out(due[: 2 * rates.most_blocks], pinned=due)
 
     def _restore_context(self, sequence: Sequence, keys: Seq[Key], *, count: int = 0, most: int | None = None) -> bool:
         """Bring the context's blocks with these keys back, at most the first ``most``. Return whether they are there.

@@ -27,14 +27,31 @@ class Stored(NamedTuple):
     size: int  # entries of that axis in a block or a slot
 
 
+class Mark(Protocol):
+    """A moment on a device."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
 class Mover(Protocol):
     """How a device copies to host memory and back."""
 
     pins: Pins | None  # None: its copies gain nothing from pinned memory
 
-    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
-        """Run copies before what is submitted afterwards. ``at_once``: they need not wait for submitted steps."""
+    def copying(self, *, at_once: bool, beside: bool) -> AbstractContextManager[None]:
+        """Run copies before what is submitted afterwards.
+
+        at_once  they need not wait for submitted steps
+        beside   the next step need not wait for them
+        """
         ...
+
+    def end_beside(self) -> None:
+        """Let what is submitted afterwards wait for all copies."""
+
+    def mark(self) -> Mark | None:
+        """Return what to wait for until the newest copies have ended; None if their step waits for them."""
 
     def wait(self) -> None:
         """Wait for all copies."""
@@ -45,7 +62,7 @@ class HostMover(Mover):
 
     pins = None
 
-    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
+    def copying(self, *, at_once: bool, beside: bool) -> AbstractContextManager[None]:
         """See ``Mover``."""
         return nullcontext()
 
@@ -85,11 +102,21 @@ class HostCopies:
         """Return the bytes of a place, see ``DiskBackend.host_place``."""
         return [self._places.place(number, kept)]
 
-    def move(self, moves: Sequence[TierMove], running: Iterable[StepLayout]) -> None:
-        """Perform the moves, one after another. ``running``: submitted steps that may still compute."""
+    def move(
+        self, moves: Sequence[TierMove], running: Iterable[StepLayout], *, step: StepLayout | None = None
+    ) -> Mark | None:
+        """Perform a step's moves, one after another, beside it unless it uses what they copy.
+
+        running  submitted steps that may still compute
+        step     None: it waits for them
+
+        Returns what to wait for before the step counts as done; None if it waits itself.
+        """
+        self._mover.end_beside()
         if not moves:
-            return
-        with self._mover.copying(at_once=not any(uses_moved(step, moves) for step in running)):
+            return None
+        at_once = not any(uses_moved(other, moves) for other in running)
+        with self._mover.copying(at_once=at_once, beside=step is not None and not uses_moved(step, moves)):
             for move in moves:
                 pinned = self._places.prepare(move.number, move.kept)
                 for each, host in self._stored.get(move.number, ()):
@@ -98,6 +125,7 @@ class HostCopies:
                         host[move.kept].copy_(part, non_blocking=pinned)
                     else:
                         part.copy_(host[move.kept], non_blocking=pinned)
+        return self._mover.mark()
 
     def close(self) -> None:
         """Wait for copies, and unpin the memory."""

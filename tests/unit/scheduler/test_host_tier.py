@@ -50,7 +50,7 @@ def pipelines(
             block_s=st.just(1.0),
             slot_s=st.just(1.0),
             token_s=st.sampled_from([0.5, 100.0, 100.0]),
-            goal_s=st.none() | st.integers(1, 12),
+            beside_s=st.none() | st.integers(1, 12),
         ),
     )
 
@@ -198,8 +198,8 @@ def test_every_later_turn_finds_its_conversation(name: str) -> None:
 
 
 def test_beside_a_chat_a_conversation_comes_back_in_pieces() -> None:
-    """The goal leaves time for 4 blocks of a step: each of them, and the one that it pushes out."""
-    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, goal_s=0.08)
+    """A step has time for 4 blocks: each of them, and the one that it pushes out."""
+    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, beside_s=0.08)
     world = World(replace(below(limits(num_blocks=48), 200), host_rates=rates), ThrottledPolicy())
     known = list(range(80))
     world.submit(spec(1, known, max_tokens=1))

@@ -102,7 +102,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_copies_that_touch_nothing_in_use_begin_at_once(cuda: FakeCuda) -> None:
     mover = SideStream(CARD)
     mover.wait()
-    with mover.copying(at_once=True):
+    with mover.copying(at_once=True, beside=False):
         cuda.told.append("copies")
     assert cuda.told == ["on side", "copies", "off side", "computing waits for side"]
     mover.wait()
@@ -113,7 +113,7 @@ def test_other_copies_wait_for_the_submitted_steps(cuda: FakeCuda) -> None:
     mover = SideStream(CARD)
     for _ in range(2):
         cuda.told.clear()
-        with mover.copying(at_once=False):
+        with mover.copying(at_once=False, beside=False):
             cuda.told.append("copies")
         assert cuda.told == [
             "side waits for computing",
@@ -209,11 +209,13 @@ class Noted(HostMover):
 
     def __init__(self) -> None:
         self.at_once: list[bool] = []
+        self.beside: list[bool] = []
 
-    def copying(self, *, at_once: bool):
+    def copying(self, *, at_once: bool, beside: bool):
         """See ``Mover``."""
         self.at_once.append(at_once)
-        return super().copying(at_once=at_once)
+        self.beside.append(beside)
+        return super().copying(at_once=at_once, beside=beside)
 
 
 def test_a_stage_s_copies_wait_for_the_one_step_that_may_still_compute() -> None:
@@ -232,4 +234,5 @@ def test_a_stage_s_copies_wait_for_the_one_step_that_may_still_compute() -> None
         moves = tuple(TierMove(0, place, 0, out) for place, out in moved)
         tickets.append(backend.submit(backend.prepare(replace(step, moves=moves)), token_ids(range(16))))
     assert noted.at_once == [False, False, True]
+    assert noted.beside == [True, True, False]
     backend.close()
