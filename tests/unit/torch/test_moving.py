@@ -227,12 +227,12 @@ def test_a_stage_s_copies_wait_for_the_one_step_that_may_still_compute() -> None
     (whole,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load([whole], TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=6, block_size=16, host_places=(4,))
-    steps = [(0, ()), (2, ((0, True),)), (4, ((2, True),)), (2, ((0, False),))]
+    steps = [(0, ()), (2, ((0, True),)), (4, ((2, True),)), (2, ((0, False),)), (3, ((3, False),))]
     tickets: list[object] = []
     for number, (block, moved) in enumerate(steps):
         step = make_step([step_row(0, 16, (block, 1), sequence=number + 1)], step=number + 1)
         moves = tuple(TierMove(0, place, 0, out) for place, out in moved)
         tickets.append(backend.submit(backend.prepare(replace(step, moves=moves)), token_ids(range(16))))
-    assert noted.at_once == [False, False, True]
-    assert noted.beside == [True, True, False]
+    assert noted.at_once == [False, False, True, True]
+    assert noted.beside == [True, True, True, False]
     backend.close()
