@@ -100,7 +100,7 @@ async def _visited(lab: EngineLab, visits: int) -> Gaps:
         known[visitor] = [*text, *await _ask(gateway, f"begin-{visitor}", text, ANSWER)]
     chats = [f"chat-{chat}" for chat in range(CHATS)]
     for chat, name in enumerate(chats):
-        gateway.send(submission(name, _text(90 + chat, 64), 900))
+        gateway.send(submission(name, _text(90 + chat, 64), 5_000))
     for name in chats:
         await gateway.has(name, 8)
     begun_s, visits_s = time.perf_counter(), list[float]()

@@ -38,7 +38,7 @@ class SequenceAdmission:
             elif (ticket := tables.fetch(first, running=len(pool.running))) is not None:
                 pool.waiting.park(ticket)
             elif not self._admit(first, phases) and not (tables.lacked_room and self._preempt_for(first)):
-                pool.head_does_not_fit = True
+                pool.head_does_not_fit = not tables.awaits_moves
                 return
 
     def make_room(self, phases: Phases | None) -> None:

@@ -51,7 +51,9 @@ class BlockTables:
             self._states = StateClass(limits.states, block_size=size, host=hosts[-1], new_keys=new_keys[-1])
         self._frees: list[SequenceId] = []
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
-        self._restores = False  # whether the sequence that the last ``admit`` refused gets more blocks from host memory
+        # Whether the last ``admit`` refused a sequence until further steps have carried moves between the device and host
+        # memory, for what it begins with or for blocks that it pushes out.
+        self.awaits_moves = False
         self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
@@ -261,7 +263,7 @@ class BlockTables:
         share of all. Returns False and takes nothing if fewer would remain, if too many sequences run, or while another
         sequence holds stale blocks of the prompt.
         """
-        self._restores = False
+        self.awaits_moves = False
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
@@ -269,7 +271,7 @@ class BlockTables:
         if left < 1 or running >= self._limits.max_running:
             return self._refuse([])
         if self._kv.host is not None and not self._restore(sequence, count, left, beside=running > 0):
-            self._restores = True
+            self.awaits_moves = True
             return self._refuse([], lacks_room=False)
         prefix = self._known_prefix(sequence)
         if prefix is None:
@@ -290,7 +292,7 @@ class BlockTables:
         if place is not None:
             return self._refuse(self._reusable_keys(sequence), short_of=place)
         if running and not self._copy_out_ahead(count - len(known), known):
-            self._restores = True
+            self.awaits_moves = True
             return self._refuse([], lacks_room=False)
         self._take(sequence, known, begin, count, copied=copied)
         return True
@@ -310,8 +312,6 @@ class BlockTables:
 
         The pool that was too small has more room, or the caches changed: they may hold more blocks of its prompt.
         """
-        if self._restores:
-            return True
         if self._short_of is not None and self._free_counts()[self._short_of[0]] > self._short_of[1]:
             return True
         return any(watch.changed for watch in self._watches())
