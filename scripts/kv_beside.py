@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from edgepipe_emulated import EmulatedBackend, emulated_model_config
+from edgepipe_emulated.prepared import PreparedStep
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.planner.profiles import slice_costs
@@ -31,17 +32,33 @@ _RATE = 1e12
 
 
 class Gaps(NamedTuple):
-    """Gaps between the tokens of chats."""
+    """What chats see while visitors come."""
 
-    seconds: np.ndarray  # each gap, s
+    seconds: np.ndarray  # each gap between two tokens of a chat, s
+    growths: np.ndarray  # of each step with chats: its time on all devices with copies, over that without them
     visits_s: list[float]  # times to the first token of visitors
+    copied_bytes: int  # on one stage, to and from host memory
 
 
-class _FreeCopies(EmulatedBackend):
-    """Copies to and from host memory in no time."""
+class _Counting(EmulatedBackend):
+    """Counts what copies add to the time of steps with decodes."""
+
+    def __init__(self, options: BackendOptions, *, free: bool) -> None:
+        super().__init__(options)
+        self._free = free
+        self.times_s: dict[int, tuple[float, float]] = {}  # by step: without and with its moves, on this device
+        self.num_moves = 0
 
     def _seconds_of_moves(self, *args: Any) -> tuple[float, ...]:
-        return tuple(0.0 for _ in super()._seconds_of_moves(*args))
+        seconds = super()._seconds_of_moves(*args)
+        return tuple(0.0 for _ in seconds) if self._free else seconds
+
+    def _step_s(self, prepared: PreparedStep) -> float:
+        taken_s = super()._step_s(prepared)
+        self.num_moves += len(prepared.step.moves)
+        if any(row.num_tokens == 1 for row in prepared.step.rows):
+            self.times_s[prepared.step.step] = (prepared.device_s, taken_s)
+        return taken_s
 
 
 class _Arrivals(FakeGateway):
@@ -69,17 +86,32 @@ async def _gaps(*, free: bool, disk: bool, visits: int) -> Gaps:
     backend = EmulatedBackend(options)
     slices = make_slices([LayerRange(0, LAYERS // 2), LayerRange(LAYERS // 2, LAYERS)], LAYERS)
     bandwidth, flops = _rates_like(backend, config)
+    block_bytes = backend.kv_block_bytes(config, slices[:1], BLOCK)
+    made: list[_Counting] = []
+
+    def make_backend(_: int) -> _Counting:
+        made.append(_Counting(options, free=free))
+        return made[-1]
+
     async with engine_lab(
         config=config,
         max_blocks=(2 * VISIT + CHATS * 1_024 + NEW) // BLOCK,
         max_host_blocks=(2 if disk else 2 * VISITORS) * VISIT // BLOCK,
         max_disk_blocks=2 * VISITORS * VISIT // BLOCK if disk else 0,
-        make_backend=lambda _: (_FreeCopies if free else EmulatedBackend)(options),
+        make_backend=make_backend,
         bandwidth_bytes_per_s=bandwidth,
         flops=flops,
-        kv_block_bytes=backend.kv_block_bytes(config, slices[:1], BLOCK),
+        kv_block_bytes=block_bytes,
     ) as lab:
-        return await _visited(lab, visits)
+        seconds, visits_s, begun = await _visited(lab, made, visits)
+        both = [each.times_s for each in made]
+        growths = [
+            sum(times[step][1] for times in both) / sum(times[step][0] for times in both)
+            for step in both[0].keys() & both[1].keys()
+            if step > begun.step
+        ]
+        copied_bytes = (made[0].num_moves - begun.num_moves) * block_bytes
+    return Gaps(np.array(seconds), np.array(growths), visits_s, copied_bytes)
 
 
 def _rates_like(backend: EmulatedBackend, config: ModelConfig) -> tuple[float, float]:
@@ -91,7 +123,13 @@ def _rates_like(backend: EmulatedBackend, config: ModelConfig) -> tuple[float, f
     return _RATE * small.read_s / real.read_s, _RATE * small.token_s / real.token_s
 
 
-async def _visited(lab: EngineLab, visits: int) -> Gaps:
+class _Begun(NamedTuple):
+    step: int  # the last one before the first visit
+    num_moves: int
+
+
+async def _visited(lab: EngineLab, made: Sequence[_Counting], visits: int) -> tuple[list[float], list[float], _Begun]:
+    """Return the chats' gaps, the times to the visitors' first tokens, and where the visits began."""
     gateway = _Arrivals(lab.address)
     await lab.join(gateway)
     gateway.patience_s = 120.0
@@ -103,6 +141,7 @@ async def _visited(lab: EngineLab, visits: int) -> Gaps:
         gateway.send(submission(name, _text(90 + chat, 64), 5_000))
     for name in chats:
         await gateway.has(name, 8)
+    begun = _Begun(max(made[0].times_s), made[0].num_moves)
     begun_s, visits_s = time.perf_counter(), list[float]()
     for visit in range(visits):
         visitor, asked_s = visit % VISITORS, time.perf_counter()
@@ -123,7 +162,7 @@ async def _visited(lab: EngineLab, visits: int) -> Gaps:
         for before, after in itertools.pairwise(gateway.times_s[name])
         if begun_s < after < ended_s
     ]
-    return Gaps(np.array(seconds), visits_s)
+    return seconds, visits_s, begun
 
 
 async def _ask(gateway: FakeGateway, name: str, prompt: Sequence[int], count: int) -> list[int]:
