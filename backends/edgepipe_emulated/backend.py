@@ -41,7 +41,7 @@ from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.drafting import EmulatedDraftModel
 from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVStorage, StateStorage
-from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, Rests, prepare_step, uses_moved
+from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, Rests, num_awaited, prepare_step
 from edgepipe_emulated.settings import read_settings
 
 _SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
@@ -221,17 +221,17 @@ class EmulatedBackend:
         return EmulatedTicket(output=output, done_at_s=done_at_s)
 
     def _step_s(self, prepared: PreparedStep) -> float:
-        """Return a step's time with its moves. As on CUDA, they run beside it unless it uses what they copy.
+        """Return a step's time with its moves. As on CUDA, it waits for those up to the last one that it uses.
 
-        Beside it, they take memory bandwidth from it.
+        The others run beside it and take memory bandwidth from it.
         """
         if not prepared.step.moves:
             return prepared.device_s
-        moving_s = sum(self._move_s[move.number] for move in prepared.step.moves)
-        if uses_moved(prepared.step):
-            return moving_s + prepared.device_s
-        device = self._settings.device
-        return max(moving_s, prepared.device_s + moving_s * device.host_link_bytes_per_s / device.bandwidth_bytes_per_s)
+        moving_s = [self._move_s[move.number] for move in prepared.step.moves]
+        before = num_awaited(prepared.step)
+        beside_s, device = sum(moving_s[before:]), self._settings.device
+        slowed_s = beside_s * device.host_link_bytes_per_s / device.bandwidth_bytes_per_s
+        return sum(moving_s[:before]) + max(beside_s, prepared.device_s + slowed_s)
 
     def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
         """See ``DiskBackend``."""

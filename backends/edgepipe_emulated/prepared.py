@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockRun, Step, StepRow, TierMove
 from edgepipe.errors import StepFailed
 from edgepipe.spec.kv_forms import rest_tokens, span_tokens
 from edgepipe_emulated.arithmetic import Words
@@ -107,22 +107,21 @@ def prepare_step(
     )
 
 
-def uses_moved(step: Step) -> bool:
-    """Return whether a step's copies or rows use a block or slot of the device that its moves copy."""
-    moved: dict[int, set[int]] = {}
-    for move in step.moves:
-        moved.setdefault(move.number, set()).add(move.place)
-    if any(not moved.get(0, set()).isdisjoint((copy.source, copy.target)) for copy in step.copies):
+def num_awaited(step: Step) -> int:
+    """Count a step's moves up to the last one of a block or slot that its copies or rows use."""
+    return next((count for count in range(len(step.moves), 0, -1) if _uses(step, step.moves[count - 1])), 0)
+
+
+def _uses(step: Step, move: TierMove) -> bool:
+    if not move.number and any(move.place in (copy.source, copy.target) for copy in step.copies):
         return True
     for row in step.rows:
         tables = row.runs, *[window.runs for window in row.windows]
-        for number, runs in enumerate(tables):
-            places = moved.get(number, ())
-            if places and any(run.start <= place < run.start + run.count for run in runs for place in places):
+        if move.number < len(tables):
+            if any(run.start <= move.place < run.start + run.count for run in tables[move.number]):
                 return True
-        slots = moved.get(len(tables))
-        if slots and row.state is not None:
-            if not slots.isdisjoint((row.state.read, *[write.slot for write in row.state.writes])):
+        elif row.state is not None:
+            if move.place == row.state.read or any(move.place == write.slot for write in row.state.writes):
                 return True
     return False
 

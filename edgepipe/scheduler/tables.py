@@ -54,6 +54,8 @@ class BlockTables:
         # Whether the last ``admit`` refused a sequence until further steps have carried moves between the device and host
         # memory, for what it begins with or for blocks that it pushes out.
         self.awaits_moves = False
+        self._carried = True  # whether the next step has rows beside which it may carry such moves
+        self._ahead = False  # whether the next step carries such moves
         self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
@@ -147,6 +149,7 @@ class BlockTables:
             return ()
         moves = tuple(self._moves)
         self._moves.clear()
+        self._ahead = False
         return moves
 
     def take_keys(self) -> tuple[PlaceKey, ...]:
@@ -256,14 +259,16 @@ class BlockTables:
             hits = self._supported(keys, keys.index(context[tier.most_needed]), down_to=Tier.DISK)
         return hits
 
-    def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool) -> bool:
+    def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool, carried: bool = True) -> bool:
         """Build tables for all known tokens: share or copy computed blocks, allocate the rest.
 
         Keeps one free block per running sequence, and beside other prompts as many more as the sequence takes, up to a
         share of all. Returns False and takes nothing if fewer would remain, if too many sequences run, or while another
-        sequence holds stale blocks of the prompt.
+        sequence holds stale blocks of the prompt. Or if steps must carry moves before it begins, see ``awaits_moves``.
+
+        ``carried``: the next step has rows of others, so that it carries moves beside them.
         """
-        self.awaits_moves = False
+        self.awaits_moves, self._carried = False, carried
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
@@ -489,16 +494,19 @@ class BlockTables:
     def _restore_beside(self, sequence: Sequence, keys: Seq[Key], hits: int, *, most: int) -> bool:
         """Bring the next ``most`` blocks back in a step before the sequence begins: copies run beside a step that does
         not use them. Return whether nothing is left to bring back, or to wait for."""
-        if self._moves:
+        if self._ahead or not self._carried:
             return False
+        before = len(self._moves)
         missing = sum(self._kv.block_of(key) is None for key in keys[:hits])
         if missing and not self._restore_context(sequence, keys[:hits], most=most):
             return True
+        self._ahead = missing > 0
         if missing > most:
             return False
         if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
             self._states.restore(keys, hits)
-        return not self._moves
+        self._ahead = len(self._moves) > before
+        return not self._ahead
 
     def _copy_out_ahead(self, count: int, known: Seq[int]) -> bool:
         """Copy blocks to host memory that ``count`` new ones will push out, as many as a step carries beside others.
@@ -508,10 +516,13 @@ class BlockTables:
         rates = self._limits.host_rates
         if self._limits.contiguous_kv or rates is None or rates.most_blocks is None:
             return True
-        if self._moves:
+        if self._ahead:
             return count <= self._kv.empty_blocks
         due = self._kv.next_evicted(count, spared=known)
-        return not due or not self._kv.copy_out(due[: 2 * rates.most_blocks], pinned=due)
+        if due and not self._carried:
+            return False
+        self._ahead = bool(due) and self._kv.copy_out(due[: 2 * rates.most_blocks], pinned=due)
+        return not self._ahead
 
     def _restore_context(self, sequence: Sequence, keys: Seq[Key], *, count: int = 0, most: int | None = None) -> bool:
         """Bring the context's blocks with these keys back, at most the first ``most``. Return whether they are there.
