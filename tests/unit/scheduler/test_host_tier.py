@@ -220,6 +220,37 @@ def test_beside_a_chat_a_conversation_comes_back_in_pieces() -> None:
     assert all(3 in step.sequences for step, count in zip(world.steps[before:], back, strict=True) if count == 4)
 
 
+@pytest.mark.parametrize("chats", [1, 3])
+def test_copies_beside_chats_fit_into_a_step_that_uses_none_of_them(chats: int) -> None:
+    """Conversations come back, and new ones push others out. A step has time for 8 copies."""
+    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, beside_s=0.08)
+    world = World(replace(below(limits(num_blocks=72), 400), host_rates=rates), ThrottledPolicy())
+    known = [[11 * number] * 80 for number in range(6)]
+    for number, tokens in enumerate(known):
+        world.submit(spec(number, tokens, max_tokens=1))
+    world.run()
+    world.submit(*[spec(10 + chat, 4, max_tokens=100) for chat in range(chats)])
+    world.go(3 * chats)
+    before = len(world.steps)
+    world.submit(spec(20, [*known[0], 1, 2], max_tokens=2))
+    while 20 not in world.ended:
+        world.go(1)
+    world.submit(spec(21, [90] * 80, max_tokens=2))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    assert world.ended[20].cached_prompt_tokens == 80  # type: ignore[index]
+    beside = [step for step in world.steps[before:] if any(chat in step.sequences for chat in range(10, 10 + chats))]
+    moves = [len(step.moves) for step in beside]
+    assert sum(moves) > 20
+    assert max(moves) <= 8 + chats, "a chat's next block may push out one more"
+    for number, begins in ((20, 2), (21, 2)):
+        first = next(place for place, step in enumerate(world.steps) if number in step.sequences)
+        assert len(world.steps[first].moves) <= chats, "they came before"
+        if begins:
+            assert any(len(step.moves) >= 4 for step in world.steps[before:first])
+
+
 def test_what_is_computed_faster_is_not_brought_back() -> None:
     rates = HostRates(block_s=0.01, slot_s=0.0, token_s=0.001)
     world = taken_turns(replace(below(PIPELINES["shared"], 200), host_rates=rates))

@@ -55,7 +55,12 @@ class FakeCuda:
             name=name,
             wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
             synchronize=lambda: self.told.append(f"host waits for {name}"),
+            record_event=lambda: self._mark(name),
         )
+
+    def _mark(self, name: str) -> SimpleNamespace:
+        self.told.append(f"{name} is marked")
+        return SimpleNamespace(synchronize=lambda: self.told.append("host waits for mark"))
 
     def new_stream(self, place: Any) -> SimpleNamespace:
         """``torch.cuda.Stream``."""
@@ -107,6 +112,22 @@ def test_copies_that_touch_nothing_in_use_begin_at_once(cuda: FakeCuda) -> None:
     assert cuda.told == ["on side", "copies", "off side", "computing waits for side"]
     mover.wait()
     assert cuda.told[4:] == ["host waits for side"]
+
+
+def test_a_step_that_uses_none_of_the_copies_does_not_wait_for_them(cuda: FakeCuda) -> None:
+    """Its end does, and so does the next step."""
+    mover = SideStream(CARD)
+    with mover.copying(at_once=True, beside=True):
+        cuda.told.append("copies")
+    mark = mover.mark()
+    assert cuda.told == ["on side", "copies", "off side", "side is marked"]
+    assert mark is not None
+    mark.synchronize()
+    assert cuda.told[4:] == ["host waits for mark"]
+    for _ in range(2):
+        mover.end_beside()
+    assert cuda.told[5:] == ["computing waits for side"]
+    assert mover.mark() is None
 
 
 def test_other_copies_wait_for_the_submitted_steps(cuda: FakeCuda) -> None:
