@@ -40,7 +40,9 @@ class SequenceAdmission:
                 self._wait_for(first, key)
             elif (ticket := tables.fetch(first, running=len(pool.running))) is not None:
                 pool.waiting.park(ticket)
-            elif not self._admit(first, phases, carried=carried) and not (tables.lacked_room and self._preempt_for(first)):
+            elif not self._admit(first, phases, carried=carried) and not (
+                tables.lacked_room and self._preempt_for(first)
+            ):
                 pool.head_does_not_fit = not tables.awaits_moves
                 return
 

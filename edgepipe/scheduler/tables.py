@@ -51,8 +51,8 @@ class BlockTables:
             self._states = StateClass(limits.states, block_size=size, host=hosts[-1], new_keys=new_keys[-1])
         self._frees: list[SequenceId] = []
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
-        # Whether the last ``admit`` refused a sequence until further steps have carried moves between the device and host
-        # memory, for what it begins with or for blocks that it pushes out.
+        # Whether the last ``admit`` refused a sequence until steps have carried moves between the device and host
+        # memory: of what it begins with, or of blocks that it pushes out.
         self.awaits_moves = False
         self._carried = True  # whether the next step has rows beside which it may carry such moves
         self._ahead = False  # whether the next step carries such moves

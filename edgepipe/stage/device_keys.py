@@ -5,8 +5,8 @@ plan that will write a place takes its key, as soon as it arrives. So two stages
 place both hold its content, however many plans one of them is behind the other.
 
 What comes back from host memory has the key of its copy once it is there. A sequence may compute such a block again on
-the first slices only. Then the engine names it while the move still waits on a later stage, which takes the key once the
-move has brought that very block.
+the first slices only. Then the engine names it while the move still waits on a later stage. This stage takes the key
+once the move has brought that very block.
 
 Everything is in arrays over all places, so the memory is fixed. A step without new blocks costs nothing, except the
 states that its rows write.

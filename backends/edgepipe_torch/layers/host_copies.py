@@ -148,7 +148,9 @@ def uses_moved(step: StepLayout, moves: Sequence[TierMove]) -> bool:
 def num_awaited(step: StepLayout, moves: Sequence[TierMove]) -> int:
     """Count the moves up to the last one of a block or slot that the step uses."""
     used = _used(step)
-    places = [np.array([move.place for move in moves if move.number == number], np.int64) for number in range(len(used))]
+    places = [
+        np.array([move.place for move in moves if move.number == number], np.int64) for number in range(len(used))
+    ]
     found = [iter(np.isin(*each)) for each in zip(places, used, strict=True)]
     return max((count for count, move in enumerate(moves, 1) if next(found[move.number])), default=0)
 
