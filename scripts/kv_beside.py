@@ -19,7 +19,7 @@ from edgepipe_emulated.prepared import PreparedStep
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.planner.profiles import slice_costs
-from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from tests.support.engine.lab import EngineLab, FakeGateway, engine_lab, submission
 
 BLOCK = 16  # tokens
@@ -49,8 +49,8 @@ class _Counting(EmulatedBackend):
         self.times_s: dict[int, tuple[float, float]] = {}  # by step: without and with its moves, on this device
         self.num_moves = 0
 
-    def _seconds_of_moves(self, *args: Any) -> tuple[float, ...]:
-        seconds = super()._seconds_of_moves(*args)
+    def _seconds_of_moves(self, classes: Sequence[tuple[int, Sequence[Slice]]], block_size: int) -> tuple[float, ...]:
+        seconds = super()._seconds_of_moves(classes, block_size)
         return tuple(0.0 for _ in seconds) if self._free else seconds
 
     def _step_s(self, prepared: PreparedStep) -> float:

@@ -274,7 +274,8 @@ class KVPool:
         missing = count - self.empty_blocks
         if self.host is None or missing <= 0:
             return []
-        order, held = self._idle_in_order()[0].tolist(), set(spared)
+        order: list[int] = self._idle_in_order()[0].tolist()
+        held = set(spared)
         evicted = [block for block in order if block not in held][:missing]
         kept = evicted[-self.host.bound :] if self.host.bound else []  # the later ones push out the earlier ones
         return [block for block in kept if block not in self._stale and not self.host.is_current(self._keys[block])]

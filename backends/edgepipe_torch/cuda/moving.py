@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from edgepipe.backend.host_places import PinningFailed
-from edgepipe_torch.layers.host_copies import Mover
+from edgepipe_torch.layers.host_copies import Mark, Mover
 
 
 class CudaPins:
@@ -69,7 +69,7 @@ class SideStream(Mover):
             torch.cuda.current_stream(self._place).wait_stream(self._stream)
         self._beside = False
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Mark | None:
         """See ``Mover``."""
         return self._stream.record_event() if self._beside and self._stream is not None else None
 

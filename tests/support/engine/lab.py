@@ -385,10 +385,10 @@ async def engine_lab(
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
     ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``kv_block_bytes``: as the nodes report.
-    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec; ``acceptance`` is the share of right
-    drafts of an emulated draft model (empty: there is none). ``draft_folder`` has an emulated model that drafts in a
-    process of its own. ``kv``: form of the KV. ``weights``: of the backends that ``make_backend`` makes; by default an
-    emulated model's.
+    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec;
+    ``acceptance`` is the share of right drafts of an emulated draft model (empty: there is none).
+    ``draft_folder`` has an emulated model that drafts in a process of its own. ``kv``: form of the KV.
+    ``weights``: of the backends that ``make_backend`` makes; by default an emulated model's.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
