@@ -41,7 +41,7 @@ from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.drafting import EmulatedDraftModel
 from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVStorage, StateStorage
-from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, Rests, prepare_step
+from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, Rests, num_awaited, prepare_step
 from edgepipe_emulated.settings import read_settings
 
 _SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
@@ -206,8 +206,7 @@ class EmulatedBackend:
         self._faults.check_step()
         loaded, pools = self._need_loaded(), self._need_pools()
         part = loaded.slices[prepared.step.slice_index]
-        moving_s = sum(self._move_s[move.number] for move in prepared.step.moves)
-        done_at_s = self._queue.enqueue(moving_s + prepared.device_s)
+        done_at_s = self._queue.enqueue(self._step_s(prepared))
         state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
         for move in prepared.step.moves:
             (self._states if move.number == len(pools) else pools[move.number]).move(move)
@@ -220,6 +219,19 @@ class EmulatedBackend:
         if cost.has_experts and prepared.num_tokens > 1:
             output = replace(output, expert_share=cost.distinct_share(prepared.num_tokens))
         return EmulatedTicket(output=output, done_at_s=done_at_s)
+
+    def _step_s(self, prepared: PreparedStep) -> float:
+        """Return a step's time with its moves. As on CUDA, it waits for those up to the last one that it uses.
+
+        The others run beside it and take memory bandwidth from it.
+        """
+        if not prepared.step.moves:
+            return prepared.device_s
+        moving_s = [self._move_s[move.number] for move in prepared.step.moves]
+        before = num_awaited(prepared.step)
+        beside_s, device = sum(moving_s[before:]), self._settings.device
+        slowed_s = beside_s * device.host_link_bytes_per_s / device.bandwidth_bytes_per_s
+        return sum(moving_s[:before]) + max(beside_s, prepared.device_s + slowed_s)
 
     def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
         """See ``DiskBackend``."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockRun, Step, StepRow, TierMove
 from edgepipe.errors import StepFailed
 from edgepipe.spec.kv_forms import rest_tokens, span_tokens
 from edgepipe_emulated.arithmetic import Words
@@ -105,6 +105,25 @@ def prepare_step(
         row_start=row_start,
         rests=tuple(_rests(step, number, pool, kv) for number, pool in enumerate(pools)) if rest_tokens(kv) else (),
     )
+
+
+def num_awaited(step: Step) -> int:
+    """Count a step's moves up to the last one of a block or slot that its copies or rows use."""
+    return next((count for count in range(len(step.moves), 0, -1) if _uses(step, step.moves[count - 1])), 0)
+
+
+def _uses(step: Step, move: TierMove) -> bool:
+    if not move.number and any(move.place in (copy.source, copy.target) for copy in step.copies):
+        return True
+    for row in step.rows:
+        tables = row.runs, *[window.runs for window in row.windows]
+        if move.number < len(tables):
+            if any(run.start <= move.place < run.start + run.count for run in tables[move.number]):
+                return True
+        elif row.state is not None:
+            if move.place == row.state.read or any(move.place == write.slot for write in row.state.writes):
+                return True
+    return False
 
 
 def _rests(step: Step, number: int, pool: KVStorage, kv: str) -> Rests:

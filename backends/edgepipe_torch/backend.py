@@ -51,7 +51,7 @@ from edgepipe_torch.layers.drafting import Drafting, knows_any
 from edgepipe_torch.layers.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.layers.expert_uses import ExpertUses
 from edgepipe_torch.layers.head_shape import by_kind
-from edgepipe_torch.layers.host_copies import HostCopies
+from edgepipe_torch.layers.host_copies import HostCopies, Mark
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
@@ -74,6 +74,7 @@ class StepTicket:
     scored: Scored | None = None
     experts: ReadShare | None = None
     kept: Tensor | None = None  # see ``StepOutput``
+    moved: Mark | None = None  # the end of its moves, if they may run longer than it computes
 
 
 class TorchBackend:
@@ -229,52 +230,61 @@ class TorchBackend:
 
         Raises ShardMismatch if the inputs do not match the step or the slice is not loaded.
         """
-        ticket = self._submit(prepared, inputs, edits)
-        self._device.end_step()
         layout = prepared.layout
+        decoder, _ = self._slice(layout.slice_index)
+        self._check_inputs(decoder.part, layout.num_tokens, inputs)
+        with torch.inference_mode():
+            self._device.begin_step()
+            moved = self._move(layout)
+            ticket = self._submit(prepared, inputs, edits)
+        self._device.end_step()
+        if moved is not None:
+            ticket = replace(ticket, moved=moved)
         if (reads := self._reads.get(layout.slice_index)) is None:
             return ticket
         all_rows = not self._decoders[layout.slice_index].part.head or covers(layout)
         share = reads.start(layout.num_tokens, self._device.transfer, all_rows=all_rows)
         return ticket if share is None else replace(ticket, experts=share)
 
+    def _move(self, layout: StepLayout) -> Mark | None:
+        """See ``HostCopies.move``."""
+        if self._host_copies is None:
+            return None
+        moved = self._host_copies.move(layout.moves, self._running, step=layout)
+        self._running.append(layout)
+        return moved
+
     def _submit(self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None) -> StepTicket:
         layout = prepared.layout
         decoder, pool = self._slice(layout.slice_index)
-        self._check_inputs(decoder.part, layout.num_tokens, inputs)
         transfer, steps, is_head = self._device.transfer, self._steps[layout.slice_index], decoder.part.head
         ends = self._ends[layout.slice_index]
-        with torch.inference_mode():
-            self._device.begin_step()
-            transfer.begin()
-            if self._host_copies is not None:
-                self._host_copies.move(layout.moves, self._running)
-                self._running.append(layout)
-            for other in self._pools.values():
-                other.copy(layout.copies)
-            states = self._states.get(layout.slice_index)
-            drafts = layout.next_ids is not None and decoder.predicts_more
-            found = None if drafts and knows_any(layout) else steps.replay(prepared, inputs)
-            if found is not None:
-                if not is_head:
-                    return StepTicket(transfer.download(found.output), is_logits=False)
-                kept = None
-                if drafts and found.finals is not None:
-                    kept = self._drafting(layout.slice_index).kept_of(found.finals, layout)
-                return replace(self._sampled(found.output, edits), kept=kept)
-            hidden = self._device.workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
-            ends.fill(inputs, hidden)
-            tensors = self._step_tensors(steps, prepared, states)
-            if drafts:
-                tensors.every_row = True
-            hidden = decoder.run(hidden, tensors, pool, states)
+        transfer.begin()
+        for other in self._pools.values():
+            other.copy(layout.copies)
+        states = self._states.get(layout.slice_index)
+        drafts = layout.next_ids is not None and decoder.predicts_more
+        found = None if drafts and knows_any(layout) else steps.replay(prepared, inputs)
+        if found is not None:
             if not is_head:
-                return StepTicket(transfer.download(ends.encode(hidden)), is_logits=False)
-            if not drafts:
-                return self._leave(decoder, decoder.finals(hidden), layout, edits)
-            finals = decoder.finals(hidden).clone()
-            kept = self._drafting(layout.slice_index).follow(finals, layout, tensors)
-            return replace(self._leave(decoder, finals[tensors.logit_rows], layout, edits), kept=kept)
+                return StepTicket(transfer.download(found.output), is_logits=False)
+            kept = None
+            if drafts and found.finals is not None:
+                kept = self._drafting(layout.slice_index).kept_of(found.finals, layout)
+            return replace(self._sampled(found.output, edits), kept=kept)
+        hidden = self._device.workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
+        ends.fill(inputs, hidden)
+        tensors = self._step_tensors(steps, prepared, states)
+        if drafts:
+            tensors.every_row = True
+        hidden = decoder.run(hidden, tensors, pool, states)
+        if not is_head:
+            return StepTicket(transfer.download(ends.encode(hidden)), is_logits=False)
+        if not drafts:
+            return self._leave(decoder, decoder.finals(hidden), layout, edits)
+        finals = decoder.finals(hidden).clone()
+        kept = self._drafting(layout.slice_index).follow(finals, layout, tensors)
+        return replace(self._leave(decoder, finals[tensors.logit_rows], layout, edits), kept=kept)
 
     def host_place(self, number: int, kept: int) -> Sequence[memoryview]:
         """See ``DiskBackend``."""
@@ -301,6 +311,8 @@ class TorchBackend:
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
+        if ticket.moved is not None:
+            ticket.moved.synchronize()
         scores = ticket.scored.wait() if ticket.scored is not None else None
         if isinstance(ticket.download, Picked):
             output = StepOutput(candidates=ticket.download.wait(), scores=scores)

@@ -36,6 +36,7 @@ from edgepipe.wire.pipelines import PipelineSpec, RingNeighbour
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES_PER_S = 10e9  # between a device and host memory: a careful figure for PCIe 4 x16
+_BESIDE = 0.9  # part of the shortest step in which copies may run, so that they end before it
 _CHUNK_TOKENS = 512  # a chunk of a prompt: its time says what a token takes
 
 
@@ -346,12 +347,13 @@ def _host_rates(sites: Sequence[StageSite], goal_s: float | None) -> HostRates |
     """Return the times of copies and of prompts; None if a device's times are not known."""
     if not all(site.costs for site in sites):
         return None
-    chunk = StepWork.of_rows([0], [_CHUNK_TOKENS], logit_rows=0)
+    chunk, decode = (StepWork.of_rows([0], [count], logit_rows=0) for count in (_CHUNK_TOKENS, 1))
+    shortest_s = min(sum(cost.step_s(decode) for cost in site.costs.values()) for site in sites)
     return HostRates(
         block_s=max(site.kv_block_bytes for site in sites) / _COPY_BYTES_PER_S,
         slot_s=max(site.state_bytes for site in sites) / _COPY_BYTES_PER_S,
         token_s=max(sum(cost.step_s(chunk) for cost in site.costs.values()) for site in sites) / _CHUNK_TOKENS,
-        goal_s=goal_s,
+        beside_s=None if goal_s is None else min(goal_s, _BESIDE * shortest_s),
     )
 
 

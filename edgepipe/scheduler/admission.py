@@ -18,11 +18,14 @@ class SequenceAdmission:
         self._tables = tables
         self._windows = windows
 
-    def admit_waiting(self, phases: Phases | None) -> None:
+    def admit_waiting(self, phases: Phases | None, *, carried: bool) -> None:
         """Admit sequences from the head of the queue that can be computed side by side, until one does not fit.
 
         No sequence passes one that does not fit. A sequence whose first tokens another is computing waits for them, and
-        others pass it meanwhile. ``phases``: of a batch, whose newest phase is one of prompts; it may admit fewer.
+        others pass it meanwhile.
+
+        phases   of a batch, whose newest phase is one of prompts; it may admit fewer
+        carried  see ``BlockTables.admit``
         """
         pool, tables = self._pool, self._tables
         if settled := tables.take_settled():
@@ -37,8 +40,10 @@ class SequenceAdmission:
                 self._wait_for(first, key)
             elif (ticket := tables.fetch(first, running=len(pool.running))) is not None:
                 pool.waiting.park(ticket)
-            elif not self._admit(first, phases) and not (tables.lacked_room and self._preempt_for(first)):
-                pool.head_does_not_fit = True
+            elif not self._admit(first, phases, carried=carried) and not (
+                tables.lacked_room and self._preempt_for(first)
+            ):
+                pool.head_does_not_fit = not tables.awaits_moves
                 return
 
     def make_room(self, phases: Phases | None) -> None:
@@ -89,14 +94,15 @@ class SequenceAdmission:
             computing = self._pool.running[owner]
             computing.priority = min(computing.priority, sequence.priority)
 
-    def _admit(self, sequence: Sequence, phases: Phases | None) -> bool:
+    def _admit(self, sequence: Sequence, phases: Phases | None, *, carried: bool) -> bool:
         """Admit the first sequence in the queue with blocks for all its known tokens, so that its prefill cannot stall.
 
         Free blocks remain for running sequences: admitting a sequence only to preempt it does work twice. More remain
         beside other prompts, because its turn comes later.
         """
         pool = self._pool
-        if not self._tables.admit(sequence, running=len(pool.running), beside_prompts=bool(pool.prompts)):
+        running, beside_prompts = len(pool.running), bool(pool.prompts)
+        if not self._tables.admit(sequence, running=running, beside_prompts=beside_prompts, carried=carried):
             return False
         pool.note_admitted(sequence)
         if phases is not None:

@@ -82,6 +82,10 @@ class HostTier:
         """Return whether a key is in host memory, or on disk if ``down_to`` says so."""
         return key in self._places or (down_to is Tier.DISK and self.disk is not None and key in self.disk)
 
+    def is_current(self, key: Key) -> bool:
+        """Return whether a key's copy is in host memory and not stale."""
+        return key in self._places and key not in self._stale
+
     @property
     def used_places(self) -> int:
         """Places that hold a block or a snapshot."""

@@ -121,6 +121,11 @@ class KVPool:
         return self._blocks.free_blocks + self._num_idle
 
     @property
+    def empty_blocks(self) -> int:
+        """Number of blocks that tables can get without evicting others."""
+        return self._blocks.free_blocks
+
+    @property
     def cached_blocks(self) -> int:
         """Number of blocks in the cache."""
         return self._num_cached
@@ -260,6 +265,32 @@ class KVPool:
         if self.host is not None and not self.held(found) and not self._stale.intersection(found):
             with self.host.pinned(keys):
                 self._evict(found)
+
+    def next_evicted(self, count: int, *, spared: Sequence[int]) -> list[int]:
+        """Return the current blocks that an allocation of ``count`` evicts and host memory has room for but lacks.
+
+        ``spared``: blocks that the table holds by then. For pools that are not contiguous.
+        """
+        missing = count - self.empty_blocks
+        if self.host is None or missing <= 0:
+            return []
+        order: list[int] = self._idle_in_order()[0].tolist()
+        held = set(spared)
+        evicted = [block for block in order if block not in held][:missing]
+        kept = evicted[-self.host.bound :] if self.host.bound else []  # the later ones push out the earlier ones
+        return [block for block in kept if block not in self._stale and not self.host.is_current(self._keys[block])]
+
+    def copy_out(self, blocks: Sequence[int], *, pinned: Sequence[int]) -> bool:
+        """Copy idle blocks to host memory ahead of their eviction. Return whether a move does.
+
+        ``pinned``: further blocks whose copies stay there.
+        """
+        assert self.host is not None
+        before = self.host.num_stored
+        with self.host.pinned([self._keys[block] for block in (*pinned, *blocks)]):
+            for block in blocks:
+                self.host.store(self._keys[block], block)
+        return self.host.num_stored > before
 
     def num_current(self, blocks: Sequence[int]) -> int:
         """Count the leading blocks that are not stale."""

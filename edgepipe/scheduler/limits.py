@@ -14,7 +14,8 @@ class HostRates:
     block_s: float  # time to copy one block of the context
     slot_s: float  # time to copy one sequence's state
     token_s: float  # time to compute one token of a prompt
-    goal_s: float | None = None  # most that copies may add to a decode's turn; None: no bound
+    # Seconds of copies that one step may carry beside other sequences: they run while it computes. None: no bound.
+    beside_s: float | None = None
 
     def pays(self, num_blocks: int, num_slots: int, *, saved_tokens: int, disk_s: float = 0.0) -> bool:
         """Return whether bringing blocks and states back is faster than computing ``saved_tokens`` again.
@@ -26,8 +27,8 @@ class HostRates:
 
     @property
     def most_blocks(self) -> int | None:
-        """Blocks that may come back in one step beside decodes; None: no bound."""
-        return None if self.goal_s is None or not self.block_s else max(1, int(self.goal_s / (2 * self.block_s)))
+        """Blocks that may come back in one step beside others: each may push out another one. None: no bound."""
+        return None if self.beside_s is None or not self.block_s else max(1, int(self.beside_s / (2 * self.block_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -483,7 +483,7 @@ class Scheduler:
         if len(self._waiting):
             phases = self._mode.prompt_phases
             if budget > 0:
-                self._admission.admit_waiting(phases)
+                self._admission.admit_waiting(phases, carried=beside_decodes or bool(self._prompts))
             else:
                 self._admission.make_room(phases)
         most = self._bounds.most_chunk_tokens

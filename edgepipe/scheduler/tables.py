@@ -51,7 +51,11 @@ class BlockTables:
             self._states = StateClass(limits.states, block_size=size, host=hosts[-1], new_keys=new_keys[-1])
         self._frees: list[SequenceId] = []
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
-        self._restores = False  # whether the sequence that the last ``admit`` refused gets more blocks from host memory
+        # Whether the last ``admit`` refused a sequence until steps have carried moves between the device and host
+        # memory: of what it begins with, or of blocks that it pushes out.
+        self.awaits_moves = False
+        self._carried = True  # whether the next step has rows beside which it may carry such moves
+        self._ahead = False  # whether the next step carries such moves
         self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
@@ -145,6 +149,7 @@ class BlockTables:
             return ()
         moves = tuple(self._moves)
         self._moves.clear()
+        self._ahead = False
         return moves
 
     def take_keys(self) -> tuple[PlaceKey, ...]:
@@ -254,14 +259,16 @@ class BlockTables:
             hits = self._supported(keys, keys.index(context[tier.most_needed]), down_to=Tier.DISK)
         return hits
 
-    def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool) -> bool:
+    def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool, carried: bool = True) -> bool:
         """Build tables for all known tokens: share or copy computed blocks, allocate the rest.
 
         Keeps one free block per running sequence, and beside other prompts as many more as the sequence takes, up to a
         share of all. Returns False and takes nothing if fewer would remain, if too many sequences run, or while another
-        sequence holds stale blocks of the prompt.
+        sequence holds stale blocks of the prompt. Or if steps must carry moves before it begins, see ``awaits_moves``.
+
+        ``carried``: the next step has rows of others, so that it carries moves beside them.
         """
-        self._restores = False
+        self.awaits_moves, self._carried = False, carried
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
@@ -269,7 +276,7 @@ class BlockTables:
         if left < 1 or running >= self._limits.max_running:
             return self._refuse([])
         if self._kv.host is not None and not self._restore(sequence, count, left, beside=running > 0):
-            self._restores = True
+            self.awaits_moves = True
             return self._refuse([], lacks_room=False)
         prefix = self._known_prefix(sequence)
         if prefix is None:
@@ -289,6 +296,9 @@ class BlockTables:
         place = self._first_without_room(sequence, hits, running, beside_prompts=beside_prompts)
         if place is not None:
             return self._refuse(self._reusable_keys(sequence), short_of=place)
+        if running and not self._copy_out_ahead(count - len(known), known):
+            self.awaits_moves = True
+            return self._refuse([], lacks_room=False)
         self._take(sequence, known, begin, count, copied=copied)
         return True
 
@@ -307,8 +317,6 @@ class BlockTables:
 
         The pool that was too small has more room, or the caches changed: they may hold more blocks of its prompt.
         """
-        if self._restores:
-            return True
         if self._short_of is not None and self._free_counts()[self._short_of[0]] > self._short_of[1]:
             return True
         return any(watch.changed for watch in self._watches())
@@ -476,14 +484,45 @@ class BlockTables:
         if self._limits.contiguous_kv:  # the blocks must be in one piece; the sequence takes it over
             self._kv.gather(keys[:hits])
             hits = self._supported(keys, min(hits, self._num_known(keys, Tier.HOST)), down_to=Tier.HOST)
-        elif beside and rates is not None and rates.most_blocks is not None and found.count(None) > rates.most_blocks:
-            if not self._moves:
-                self._restore_context(sequence, keys[:hits], most=rates.most_blocks)
-            return False
+        elif beside and rates is not None and rates.most_blocks is not None:
+            return self._restore_beside(sequence, keys, hits, most=rates.most_blocks)
         if hits and self._restore_context(sequence, keys[:hits], count=count):
             if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
                 self._states.restore(keys, hits)
         return True
+
+    def _restore_beside(self, sequence: Sequence, keys: Seq[Key], hits: int, *, most: int) -> bool:
+        """Bring the next ``most`` blocks back in a step before the sequence begins: copies run beside a step that does
+        not use them. Return whether nothing is left to bring back, or to wait for."""
+        if self._ahead or not self._carried:
+            return False
+        before = len(self._moves)
+        missing = sum(self._kv.block_of(key) is None for key in keys[:hits])
+        if missing and not self._restore_context(sequence, keys[:hits], most=most):
+            return True
+        self._ahead = missing > 0
+        if missing > most:
+            return False
+        if all(each.restore(keys, hits) for each in self._windows) and self._states is not None:
+            self._states.restore(keys, hits)
+        self._ahead = len(self._moves) > before
+        return not self._ahead
+
+    def _copy_out_ahead(self, count: int, known: Seq[int]) -> bool:
+        """Copy blocks to host memory that ``count`` new ones will push out, as many as a step carries beside others.
+
+        Return whether nothing is left to copy. ``known``: blocks of the sequence that the device has.
+        """
+        rates = self._limits.host_rates
+        if self._limits.contiguous_kv or rates is None or rates.most_blocks is None:
+            return True
+        if self._ahead:
+            return count <= self._kv.empty_blocks
+        due = self._kv.next_evicted(count, spared=known)
+        if due and not self._carried:
+            return False
+        self._ahead = bool(due) and self._kv.copy_out(due[: 2 * rates.most_blocks], pinned=due)
+        return not self._ahead
 
     def _restore_context(self, sequence: Sequence, keys: Seq[Key], *, count: int = 0, most: int | None = None) -> bool:
         """Bring the context's blocks with these keys back, at most the first ``most``. Return whether they are there.

@@ -156,6 +156,12 @@ class HeldKeys:
                 elif content is not None:
                     places.end(move.kept, content, move.key)
 
+    def begin_epoch(self) -> None:
+        """Note that moves that have not ended never will."""
+        with self._lock:
+            for own in self._device:
+                own.forget_moves()
+
     def give_back(self, number: int, places: Iterable[int]) -> None:
         """Note that places of host memory lose what they hold."""
         with self._lock:

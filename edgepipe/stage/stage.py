@@ -385,6 +385,7 @@ class Stage:
         if self._held is None:
             slots = (spec.state_slots,) if spec.state_slots else ()
             self._held = HeldKeys((spec.num_blocks, *spec.window_blocks, *slots))
+        self._held.begin_epoch()
         if spec.disk_places and self._disk is None:
             self._disk = self._new_disk(spec)
         writer = (spec.kv_digest, spec.epoch.engine_id)

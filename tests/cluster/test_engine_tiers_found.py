@@ -84,6 +84,25 @@ async def test_chats_go_on_where_they_were_though_the_engine_was_killed(
         assert most(await world.round()), "what the second engine pushed out is there, too"
 
 
+@pytest.mark.parametrize("tier", ["host memory", "the disk"])
+@pytest.mark.parametrize("more", [300, -4])
+async def test_a_new_engine_keeps_the_numbers_of_places_where_they_still_fit(tier: str, more: int) -> None:
+    async with users("context", DISK) as world:
+        await world.round()
+        for node in world.lab.nodes:
+            if tier == "host memory":
+                node.max_host_blocks += more
+            else:
+                node.max_disk_blocks += more
+        await replace_engine(world)
+        state, less = world.lab.engine.state(), min(more, 0)
+        expected = (DISK.host + less, DISK.disk) if tier == "host memory" else (DISK.host, DISK.disk + less)
+        assert (state.host_blocks, state.disk_blocks) == expected
+        assert bool(state.used_disk_blocks) == (more > 0)
+        found = await world.round()
+        assert most(found) if more > 0 else not sum(found), "other numbers empty stages"
+
+
 async def test_what_other_stages_hold_is_used_though_one_was_lost_with_the_engine() -> None:
     async with users("context", HOST) as world:
         await world.round()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from edgepipe.backend.host_places import PinningFailed
-from edgepipe_torch.layers.host_copies import Mover
+from edgepipe_torch.layers.host_copies import Mark, Mover
 
 
 class CudaPins:
@@ -39,16 +39,18 @@ class CudaPins:
 class SideStream(Mover):
     """Copies on a stream of their own.
 
-    They run beside the step that was submitted before, unless it uses what they copy, and before the next one.
+    They run beside the step that was submitted before and beside their own, unless these use what they copy, and
+    before the next one.
     """
 
     def __init__(self, place: torch.device) -> None:
         self.pins = CudaPins(place)
         self._place = place
         self._stream: torch.cuda.Stream | None = None  # made by the first copies
+        self._beside = False  # whether copies may still run that the computing stream does not wait for
 
     @contextmanager
-    def copying(self, *, at_once: bool) -> Iterator[None]:
+    def copying(self, *, at_once: bool, beside: bool) -> Iterator[None]:
         """See ``Mover``."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._place)
@@ -57,7 +59,19 @@ class SideStream(Mover):
             self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
             yield
-        computing.wait_stream(self._stream)
+        self._beside = beside
+        if not beside:
+            computing.wait_stream(self._stream)
+
+    def end_beside(self) -> None:
+        """See ``Mover``."""
+        if self._beside and self._stream is not None:
+            torch.cuda.current_stream(self._place).wait_stream(self._stream)
+        self._beside = False
+
+    def mark(self) -> Mark | None:
+        """See ``Mover``."""
+        return self._stream.record_event() if self._beside and self._stream is not None else None
 
     def wait(self) -> None:
         """See ``Mover``. On a device that fails, nothing is left to wait for."""

@@ -27,14 +27,31 @@ class Stored(NamedTuple):
     size: int  # entries of that axis in a block or a slot
 
 
+class Mark(Protocol):
+    """A moment on a device."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
 class Mover(Protocol):
     """How a device copies to host memory and back."""
 
     pins: Pins | None  # None: its copies gain nothing from pinned memory
 
-    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
-        """Run copies before what is submitted afterwards. ``at_once``: they need not wait for submitted steps."""
+    def copying(self, *, at_once: bool, beside: bool) -> AbstractContextManager[None]:
+        """Run copies before what is submitted afterwards.
+
+        at_once  they need not wait for submitted steps
+        beside   the next step need not wait for them
+        """
         ...
+
+    def end_beside(self) -> None:
+        """Let what is submitted afterwards wait for all copies."""
+
+    def mark(self) -> Mark | None:
+        """Return what to wait for until the newest copies have ended; None if their step waits for them."""
 
     def wait(self) -> None:
         """Wait for all copies."""
@@ -45,7 +62,7 @@ class HostMover(Mover):
 
     pins = None
 
-    def copying(self, *, at_once: bool) -> AbstractContextManager[None]:
+    def copying(self, *, at_once: bool, beside: bool) -> AbstractContextManager[None]:
         """See ``Mover``."""
         return nullcontext()
 
@@ -85,11 +102,29 @@ class HostCopies:
         """Return the bytes of a place, see ``DiskBackend.host_place``."""
         return [self._places.place(number, kept)]
 
-    def move(self, moves: Sequence[TierMove], running: Iterable[StepLayout]) -> None:
-        """Perform the moves, one after another. ``running``: submitted steps that may still compute."""
+    def move(
+        self, moves: Sequence[TierMove], running: Iterable[StepLayout], *, step: StepLayout | None = None
+    ) -> Mark | None:
+        """Perform a step's moves, one after another. The step waits for those up to the last one that it uses.
+
+        running  submitted steps that may still compute
+        step     None: it waits for all
+
+        Returns what to wait for before the step counts as done; None if it waits itself.
+        """
+        self._mover.end_beside()
         if not moves:
-            return
-        with self._mover.copying(at_once=not any(uses_moved(step, moves) for step in running)):
+            return None
+        at_once = not any(uses_moved(other, moves) for other in running)
+        awaited = len(moves) if step is None else num_awaited(step, moves)
+        if awaited:
+            self._copy(moves[:awaited], at_once=at_once, beside=False)
+        if awaited < len(moves):
+            self._copy(moves[awaited:], at_once=at_once or awaited > 0, beside=True)
+        return self._mover.mark()
+
+    def _copy(self, moves: Sequence[TierMove], *, at_once: bool, beside: bool) -> None:
+        with self._mover.copying(at_once=at_once, beside=beside):
             for move in moves:
                 pinned = self._places.prepare(move.number, move.kept)
                 for each, host in self._stored.get(move.number, ()):
@@ -105,23 +140,31 @@ class HostCopies:
         self._places.close()
 
 
-def uses_moved(step: StepLayout, moves: Iterable[TierMove]) -> bool:
+def uses_moved(step: StepLayout, moves: Sequence[TierMove]) -> bool:
     """Return whether a step reads or writes a block or slot of the device that moves read or write."""
-    moved: dict[int, list[int]] = {}
-    for move in moves:
-        moved.setdefault(move.number, []).append(move.place)
-    if any(copy.source in moved.get(0, ()) or copy.target in moved.get(0, ()) for copy in step.copies):
-        return True
-    for number, layout in enumerate((step, *step.windows)):
-        own = np.array(moved.get(number, ()), np.int64)
-        if len(own) and any(np.isin(own, _blocks(row)).any() for row in layout.rows):
-            return True
-    slots = {*moved.get(1 + len(step.windows), ())}
-    return any(
-        not slots.isdisjoint({row.state.read, *(write.slot for write in row.state.writes)})
-        for row in step.rows
-        if row.state is not None
-    )
+    return num_awaited(step, moves) > 0
+
+
+def num_awaited(step: StepLayout, moves: Sequence[TierMove]) -> int:
+    """Count the moves up to the last one of a block or slot that the step uses."""
+    used = _used(step)
+    places = [
+        np.array([move.place for move in moves if move.number == number], np.int64) for number in range(len(used))
+    ]
+    found = [iter(np.isin(*each)) for each in zip(places, used, strict=True)]
+    return max((count for count, move in enumerate(moves, 1) if next(found[move.number])), default=0)
+
+
+def _used(step: StepLayout) -> list[np.ndarray]:
+    """Return the places that a step uses, by memory class; last the slots of states."""
+    copied = np.array([block for copy in step.copies for block in (copy.source, copy.target)], np.int64)
+    tables = [
+        np.concatenate([*[_blocks(row) for row in layout.rows], *([] if number else [copied])])
+        for number, layout in enumerate((step, *step.windows))
+    ]
+    states = [row.state for row in step.rows if row.state is not None]
+    read = [state.read for state in states if state.read is not None]
+    return [*tables, np.array([*read, *[write.slot for state in states for write in state.writes]], np.int64)]
 
 
 def _blocks(row: RowLayout) -> np.ndarray:

@@ -77,6 +77,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         """``profile``: with rates, the engine expects step times, and so paces prompts, from the first step on."""
         self.stage_address = stage_address
         self.max_blocks = max_blocks
+        self.kv_block_bytes = 128
         self.max_host_blocks = self.max_disk_blocks = 0
         self.progress: Callable[[], StageProgress] = partial(
             StageProgress, received=0, started=0, finished=0, sent=0
@@ -114,7 +115,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 held_blocks=progress.kv_blocks,
                 held_host_blocks=progress.host_blocks,
                 held_disk_blocks=progress.disk_blocks,
-                kv_block_bytes=128,
+                kv_block_bytes=self.kv_block_bytes,
                 weight_bytes=1000,
                 settings=request.settings,
             )
@@ -290,7 +291,10 @@ class EngineLab:
 
     async def gateway(self, **more: str) -> FakeGateway:
         """A gateway with an open stream."""
-        gateway = FakeGateway(self.address, **more)
+        return await self.join(FakeGateway(self.address, **more))
+
+    async def join(self, gateway: FakeGateway) -> FakeGateway:
+        """Open the gateway's stream."""
         assert self._tasks is not None
         self._tasks.create_task(gateway.run(), name="fake-gateway")
         self._gateways.append(gateway)
@@ -366,6 +370,7 @@ async def engine_lab(
     time_factor: str = "0",
     bandwidth_bytes_per_s: float = 0.0,
     flops: float = 0.0,
+    kv_block_bytes: int = 128,
     ready: bool = True,
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
@@ -379,11 +384,11 @@ async def engine_lab(
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
-    ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``link`` emulates a network between
-    them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec; ``acceptance`` is the share of right
-    drafts of an emulated draft model (empty: there is none). ``draft_folder`` has an emulated model that drafts in a
-    process of its own. ``kv``: form of the KV. ``weights``: of the backends that ``make_backend`` makes; by default an
-    emulated model's.
+    ``bandwidth_bytes_per_s`` and ``flops``: of every device; 0: not known. ``kv_block_bytes``: as the nodes report.
+    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec;
+    ``acceptance`` is the share of right drafts of an emulated draft model (empty: there is none).
+    ``draft_folder`` has an emulated model that drafts in a process of its own. ``kv``: form of the KV.
+    ``weights``: of the backends that ``make_backend`` makes; by default an emulated model's.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
@@ -421,6 +426,7 @@ async def engine_lab(
         ]
         for node, stage in zip(nodes, stages.stages, strict=True):
             node.max_host_blocks, node.max_disk_blocks = max_host_blocks, max_disk_blocks
+            node.kv_block_bytes = kv_block_bytes
             node.progress = stage.progress
         addresses = {NodeId(f"node{i}"): await _serve_node(node, stack) for i, node in enumerate(nodes)}
         spec = ServeSpec(

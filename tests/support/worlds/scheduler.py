@@ -307,6 +307,7 @@ class World:
         for memory in self.slices:
             memory.moves_behind.clear()
             memory.begun.clear()
+            memory.held.begin_epoch()
         self.works.clear()
         self.in_flight.clear()
         self.tables, self.steps = {}, []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgepipe.scheduler import Policy, SchedulerLimits, ThrottledPolicy
+from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
 from edgepipe.scheduler.kv import next_key
 from tests.support.worlds.scheduler import NUM_SLICES, World, limits, spec, stateful, windowed
 from tests.unit.scheduler.test_host_tier import Turn, over_disk, over_host, pipelines, play
@@ -111,6 +111,14 @@ def test_the_end_of_a_chat_is_evicted_before_its_beginning() -> None:
     cached = [cached_blocks(world, chat) for chat in range(CHATS)]
     assert sorted(cached)[1:] == [(LENGTH + ANSWER - 1) // 4] * (CHATS - 1), "the oldest chat made room"
     assert 0 < min(cached) < (LENGTH + ANSWER - 1) // 4
+
+
+def test_no_key_comes_before_the_move_that_a_later_slice_has_yet_to_do() -> None:
+    """A chat's block came back from host memory, and only the first slices have computed it again."""
+    turns = [*[("t", 0, 1, 1)] * 4, ("t", 0, 1, 3), ("t", 1, 1, 2), ("t", 0, 1, 1), ("e", 0, 1, 1), ("t", 1, 1, 1)]
+    one_by_one = SarathiPolicy(max_tokens=1, min_prefill_tokens=1)
+    pipeline = replace(limits(num_blocks=14, block_size=1, context_length=60, max_running=1), host_places=(8,))
+    play(replace(pipeline, micro_batches=1), one_by_one, [*turns, ("k", 0, 1, 1)])
 
 
 on_device = pipelines(())

@@ -50,7 +50,7 @@ def pipelines(
             block_s=st.just(1.0),
             slot_s=st.just(1.0),
             token_s=st.sampled_from([0.5, 100.0, 100.0]),
-            goal_s=st.none() | st.integers(1, 12),
+            beside_s=st.none() | st.integers(1, 12),
         ),
     )
 
@@ -198,8 +198,8 @@ def test_every_later_turn_finds_its_conversation(name: str) -> None:
 
 
 def test_beside_a_chat_a_conversation_comes_back_in_pieces() -> None:
-    """The goal leaves time for 4 blocks of a step: each of them, and the one that it pushes out."""
-    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, goal_s=0.08)
+    """A step has time for 4 blocks: each of them, and the one that it pushes out."""
+    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, beside_s=0.08)
     world = World(replace(below(limits(num_blocks=48), 200), host_rates=rates), ThrottledPolicy())
     known = list(range(80))
     world.submit(spec(1, known, max_tokens=1))
@@ -218,6 +218,36 @@ def test_beside_a_chat_a_conversation_comes_back_in_pieces() -> None:
     assert sum(back) > 4
     assert max(back) == 4
     assert all(3 in step.sequences for step, count in zip(world.steps[before:], back, strict=True) if count == 4)
+
+
+@pytest.mark.parametrize("chats", [1, 3])
+def test_copies_beside_chats_fit_into_a_step_that_uses_none_of_them(chats: int) -> None:
+    """Conversations come back, and new ones push others out. A step has time for 8 copies."""
+    rates = HostRates(block_s=0.01, slot_s=0.0, token_s=1.0, beside_s=0.08)
+    world = World(replace(below(limits(num_blocks=72), 400), host_rates=rates), ThrottledPolicy())
+    known = [[11 * number] * 80 for number in range(6)]
+    for number, tokens in enumerate(known):
+        world.submit(spec(number, tokens, max_tokens=1))
+    world.run()
+    world.submit(*[spec(10 + chat, 4, max_tokens=100) for chat in range(chats)])
+    world.go(3 * chats)
+    before = len(world.steps)
+    world.submit(spec(20, [*known[0], 1, 2], max_tokens=2))
+    while 20 not in world.ended:
+        world.go(1)
+    world.submit(spec(21, [90] * 80, max_tokens=2))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    assert world.ended[20].cached_prompt_tokens == 80  # type: ignore[index]
+    beside = [step for step in world.steps[before:] if any(chat in step.sequences for chat in range(10, 10 + chats))]
+    moves = [len(step.moves) for step in beside]
+    assert sum(moves) > 20
+    assert max(moves) <= 8 + chats, "a chat's next block may push out one more"
+    for number in (20, 21):
+        first = next(place for place, step in enumerate(world.steps) if number in step.sequences)
+        assert len(world.steps[first].moves) <= chats, "steps before it carried its moves"
+        assert any(len(step.moves) >= 4 for step in world.steps[before:first])
 
 
 def test_what_is_computed_faster_is_not_brought_back() -> None:

@@ -55,7 +55,12 @@ class FakeCuda:
             name=name,
             wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
             synchronize=lambda: self.told.append(f"host waits for {name}"),
+            record_event=lambda: self._mark(name),
         )
+
+    def _mark(self, name: str) -> SimpleNamespace:
+        self.told.append(f"{name} is marked")
+        return SimpleNamespace(synchronize=lambda: self.told.append("host waits for mark"))
 
     def new_stream(self, place: Any) -> SimpleNamespace:
         """``torch.cuda.Stream``."""
@@ -102,18 +107,34 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_copies_that_touch_nothing_in_use_begin_at_once(cuda: FakeCuda) -> None:
     mover = SideStream(CARD)
     mover.wait()
-    with mover.copying(at_once=True):
+    with mover.copying(at_once=True, beside=False):
         cuda.told.append("copies")
     assert cuda.told == ["on side", "copies", "off side", "computing waits for side"]
     mover.wait()
     assert cuda.told[4:] == ["host waits for side"]
 
 
+def test_a_step_that_uses_none_of_the_copies_does_not_wait_for_them(cuda: FakeCuda) -> None:
+    """Its end does, and so does the next step."""
+    mover = SideStream(CARD)
+    with mover.copying(at_once=True, beside=True):
+        cuda.told.append("copies")
+    mark = mover.mark()
+    assert cuda.told == ["on side", "copies", "off side", "side is marked"]
+    assert mark is not None
+    mark.synchronize()
+    assert cuda.told[4:] == ["host waits for mark"]
+    for _ in range(2):
+        mover.end_beside()
+    assert cuda.told[5:] == ["computing waits for side"]
+    assert mover.mark() is None
+
+
 def test_other_copies_wait_for_the_submitted_steps(cuda: FakeCuda) -> None:
     mover = SideStream(CARD)
     for _ in range(2):
         cuda.told.clear()
-        with mover.copying(at_once=False):
+        with mover.copying(at_once=False, beside=False):
             cuda.told.append("copies")
         assert cuda.told == [
             "side waits for computing",
@@ -209,11 +230,13 @@ class Noted(HostMover):
 
     def __init__(self) -> None:
         self.at_once: list[bool] = []
+        self.beside: list[bool] = []
 
-    def copying(self, *, at_once: bool):
+    def copying(self, *, at_once: bool, beside: bool):
         """See ``Mover``."""
         self.at_once.append(at_once)
-        return super().copying(at_once=at_once)
+        self.beside.append(beside)
+        return super().copying(at_once=at_once, beside=beside)
 
 
 def test_a_stage_s_copies_wait_for_the_one_step_that_may_still_compute() -> None:
@@ -225,11 +248,12 @@ def test_a_stage_s_copies_wait_for_the_one_step_that_may_still_compute() -> None
     (whole,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load([whole], TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=6, block_size=16, host_places=(4,))
-    steps = [(0, ()), (2, ((0, True),)), (4, ((2, True),)), (2, ((0, False),))]
+    steps = [(0, ()), (2, ((0, True),)), (4, ((2, True),)), (2, ((0, False),)), (3, ((3, False),))]
     tickets: list[object] = []
     for number, (block, moved) in enumerate(steps):
         step = make_step([step_row(0, 16, (block, 1), sequence=number + 1)], step=number + 1)
         moves = tuple(TierMove(0, place, 0, out) for place, out in moved)
         tickets.append(backend.submit(backend.prepare(replace(step, moves=moves)), token_ids(range(16))))
-    assert noted.at_once == [False, False, True]
+    assert noted.at_once == [False, False, True, True]
+    assert noted.beside == [True, True, True, False]
     backend.close()
