@@ -259,6 +259,10 @@ class EmulatedBackend:
         time.sleep(max(0.0, self._settings.time_factor * seconds - took_s))
         return seconds
 
+    def wait(self, ticket: EmulatedTicket) -> None:
+        """See ``WaitingBackend``."""
+        self._queue.wait_until(ticket.done_at_s)
+
     def collect(self, ticket: EmulatedTicket) -> StepOutput:
         """Wait until the device would have finished the step."""
         self._queue.wait_until(ticket.done_at_s)

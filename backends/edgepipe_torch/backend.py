@@ -309,6 +309,13 @@ class TorchBackend:
         """See ``DiskBackend``."""
         return took_s
 
+    def wait(self, ticket: StepTicket) -> None:
+        """See ``WaitingBackend``. What it waits for are events of the device, which any thread may wait for."""
+        if ticket.moved is not None:
+            ticket.moved.synchronize()
+        found = ticket.download
+        (found.download if isinstance(found, Picked) else found).wait()
+
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for that step only."""
         if ticket.moved is not None:

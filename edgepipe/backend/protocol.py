@@ -188,6 +188,18 @@ class DiskBackend(Protocol):
 
 
 @runtime_checkable
+class WaitingBackend(Protocol):
+    """A backend that takes further steps while another thread waits for one."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until the device has computed a step, so that ``collect`` takes no time. May raise what that raises.
+
+        Called on a thread of its own, while the compute thread calls other methods: also ``collect`` for that step.
+        """
+        ...
+
+
+@runtime_checkable
 class ExplainingBackend(Protocol):
     """A backend that tells why its steps are slow."""
 

@@ -13,11 +13,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from edgepipe.backend.cost import SliceCost, StepWork
-from edgepipe.backend.protocol import Backend, Prepared, Ticket
+from edgepipe.backend.protocol import Backend, Prepared, Ticket, WaitingBackend
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.clock import Clock
 from edgepipe.stage.step_mark import StepMark
 from edgepipe.stage.step_times import StepTimes
+from edgepipe.stage.step_waiter import StepWaiter, Wait
 
 T = TypeVar("T")
 
@@ -78,7 +79,8 @@ class _Outstanding:
 class ComputeThread:
     """Runs steps in the order of ``put``.
 
-    Where the backend allows, it submits a step before it collects the previous one. Functions passed to ``call`` run
+    Where the backend allows, it submits a step before it collects the previous one: also a step that arrives while the
+    device computes, if the backend can wait on another thread (``WaitingBackend``). Functions passed to ``call`` run
     between steps, with no step outstanding. Functions passed to ``later`` run before the thread waits: the device gets
     its next step first.
     """
@@ -90,8 +92,13 @@ class ComputeThread:
         self.finished = 0  # steps collected
         self._clock = clock
         self._backend: Backend | None = None
+        self._waiting: WaitingBackend | None = None  # the backend, if it can wait on another thread
         self._times = StepTimes()
-        self._jobs: SimpleQueue[Work | Callable[[], None]] = SimpleQueue()
+        self._jobs: SimpleQueue[Work | Callable[[], None] | Wait] = SimpleQueue()
+        self._waiter = StepWaiter(name=f"{name}-wait", tell=self._waited)
+        self._wait: Wait | None = None  # for the oldest outstanding step, on the waiter's thread
+        self._waits_put = 0  # ended waits in the queue of jobs, so far; written by the waiter's thread
+        self._waits_taken = 0
         self._outstanding: deque[_Outstanding] = deque()
         self._later: deque[Callable[[], object]] = deque()
         self._idle_since_s = clock.monotonic_s()
@@ -112,6 +119,7 @@ class ComputeThread:
     def use(self, backend: Backend) -> None:
         """Run steps on ``backend`` from now on."""
         self._backend = backend
+        self._waiting = backend if isinstance(backend, WaitingBackend) else None
 
     def expect(self, costs: Mapping[int, SliceCost]) -> None:
         """Predict the times of newly loaded slices from the device's data sheet. Call it on the compute thread."""
@@ -124,7 +132,7 @@ class ComputeThread:
     @property
     def has_waiting(self) -> bool:
         """Whether the thread has something to do besides the steps on the device."""
-        return not self._jobs.empty()
+        return self._jobs.qsize() > self._waits_put - self._waits_taken
 
     def later(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` on this thread before it next waits or computes. Call it on the compute thread."""
@@ -174,6 +182,7 @@ class ComputeThread:
         self._thread.join()
 
     def _stop(self) -> None:
+        self._waiter.close()
         self._open = False
 
     def _run(self) -> None:
@@ -199,16 +208,39 @@ class ComputeThread:
 
     def _next_job(self) -> Work | Callable[[], None] | None:
         """Return the next job; None if the oldest outstanding step must be collected first."""
-        if not self._outstanding:
-            if self._jobs.empty():
+        while not self._is_full:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                if self._outstanding and not self._waits_beside():
+                    return None
                 self._tell()
-            return self._jobs.get()
-        if len(self._outstanding) >= self.backend.max_submitted:
-            return None
-        try:
-            return self._jobs.get_nowait()
-        except Empty:
-            return None
+                job = self._jobs.get()
+            if not isinstance(job, Wait):
+                if self._wait is not None:
+                    self._waiter.note_wait(arrived=True)
+                return job
+            self._waits_taken += 1
+            if job is self._wait:  # others were for steps that are collected
+                self._waiter.note_wait(arrived=False)
+                return None
+        return None
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the device takes no step before the oldest one is collected."""
+        return bool(self._outstanding) and len(self._outstanding) >= self.backend.max_submitted
+
+    def _waits_beside(self) -> bool:
+        """Let the other thread wait for the oldest step. Return False if this thread waits sooner."""
+        if self._wait is None and self._waiting is not None and self._waiter.pays:
+            self._wait = self._waiter.begin(self._waiting, self._outstanding[0].ticket)
+        return self._wait is not None
+
+    def _waited(self, wait: Wait) -> None:
+        """Wake the compute thread. Runs on the waiter's."""
+        self._waits_put += 1
+        self._jobs.put(wait)
 
     def _mark_oldest(self) -> None:
         self._mark_at(self._outstanding[0].work if self._outstanding else None)
@@ -239,7 +271,8 @@ class ComputeThread:
         self._mark_oldest()
 
     def _collect(self) -> None:
-        oldest = self._outstanding.popleft()
+        could_take = not self._is_full and self._wait is None and not self.has_waiting
+        self._wait, oldest = None, self._outstanding.popleft()
         try:
             output = self.backend.collect(oldest.ticket)
         except Exception as exc:
@@ -248,6 +281,8 @@ class ComputeThread:
             self._mark_oldest()
             oldest.work.failed(exc)
             return
+        if could_take:
+            self._waiter.note_wait(arrived=self.has_waiting)
         self._mark_oldest()
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s

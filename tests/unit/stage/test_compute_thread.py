@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncGenerator
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Collection, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.drafting import DraftModel
@@ -313,3 +317,158 @@ async def test_another_thread_waits_for_a_function_between_steps(compute: Comput
     await compute.close()
     with pytest.raises(RuntimeError, match="closed"):
         await asyncio.to_thread(compute.wait_for, threading.get_ident)
+
+
+class Device(Recorder):
+    """A backend whose steps end when the test says so, or after some time."""
+
+    def __init__(self, took_s: Sequence[float] | None = None, *, broken: Collection[int] = ()) -> None:
+        """
+        took_s  times of the steps, in turns; None: ``end`` ends them
+        broken  steps that fail while the device computes them
+        """
+        super().__init__(2)
+        self._took_s = took_s
+        self._broken = broken
+        self._ended: dict[int, threading.Event] = defaultdict(threading.Event)
+        self._waits = SimpleQueue[tuple[str, int]]()  # what began to wait, and for which step
+
+    def end(self, number: int) -> None:
+        self._ended[number].set()
+
+    async def begun(self) -> tuple[str, int]:
+        """The next call that waits."""
+        return await asyncio.to_thread(self._waits.get, timeout=30)
+
+    def wait(self, ticket: int) -> None:
+        self._waits.put(("wait", ticket))
+        self._until(ticket)
+
+    def collect(self, ticket: int) -> StepOutput:
+        self._waits.put(("collect", ticket))
+        output = super().collect(ticket)
+        self._until(ticket)
+        return output
+
+    def _until(self, ticket: int) -> None:
+        if self._took_s is None:
+            assert self._ended[ticket].wait(30)
+        elif not self._ended[ticket].is_set():
+            time.sleep(self._took_s[ticket % len(self._took_s)])
+            self._ended[ticket].set()
+        if ticket in self._broken:
+            raise ValueError("broken")
+
+
+async def _a_step_that_comes_while_the_thread_waits(compute: ComputeThread, device: Device) -> None:
+    """Steps 1 and 2. Afterwards, 2 is on the device, and another thread waits for it."""
+    compute.use(device)  # pyright: ignore[reportArgumentType]
+    compute.put(Item(1))
+    assert await device.begun() == ("collect", 1)
+    compute.put(Item(2))
+    device.end(1)
+    assert await device.begun() == ("wait", 2)
+
+
+async def test_a_step_that_comes_while_the_device_computes_is_submitted_at_once(compute: ComputeThread) -> None:
+    device = Device()
+    await _a_step_that_comes_while_the_thread_waits(compute, device)
+    compute.put(Item(3))
+    assert await device.begun() == ("collect", 2), "the device holds two steps"
+    assert device.calls == ["submit 1", "collect 1", "submit 2", "submit 3", "collect 2"]
+    device.end(2)
+    device.end(3)
+    await compute.call(lambda: None)
+    assert device.calls[-1] == "collect 3"
+
+
+async def test_a_step_that_ends_while_another_thread_waits_is_collected(compute: ComputeThread) -> None:
+    device = Device()
+    await _a_step_that_comes_while_the_thread_waits(compute, device)
+    device.end(2)
+    assert await device.begun() == ("collect", 2)
+
+
+class Chat(Item):
+    """A step after which the next one may come."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.ended = threading.Event()
+
+    def done(self, output: StepOutput, span: StepSpan) -> None:
+        self.ended.set()
+
+
+async def test_a_lone_chat_s_steps_are_waited_for_on_the_thread_again(compute: ComputeThread) -> None:
+    device = Device()
+    await _a_step_that_comes_while_the_thread_waits(compute, device)
+    device.end(2)
+    assert await device.begun() == ("collect", 2)
+    waits: list[str] = []
+    for number in range(3, 60):
+        step = Chat(number)
+        compute.put(step)
+        kind, _ = await device.begun()
+        waits.append(kind)
+        device.end(number)
+        assert await asyncio.to_thread(step.ended.wait, 30)
+        if kind == "wait":
+            assert await device.begun() == ("collect", number)
+    assert "wait" in waits
+    assert set(waits[40:]) == {"collect"}
+
+
+@pytest.mark.parametrize("last", ["close", "call"])
+async def test_a_call_waits_for_a_step_that_another_thread_waits_for(compute: ComputeThread, last: str) -> None:
+    device = Device()
+    await _a_step_that_comes_while_the_thread_waits(compute, device)
+    ended = asyncio.ensure_future(compute.close() if last == "close" else compute.call(lambda: None))
+    assert await device.begun() == ("collect", 2)
+    assert not ended.done()
+    device.end(2)
+    await ended
+    assert (compute.started, compute.finished) == (2, 2)
+
+
+async def test_a_step_that_fails_while_another_thread_waits_fails_alone(compute: ComputeThread) -> None:
+    device = Device(broken=[2])
+    await _a_step_that_comes_while_the_thread_waits(compute, device)
+    items = [Item(3), Item(4)]
+    for item in items:
+        compute.put(item)
+    for number in (2, 3, 4):
+        device.end(number)
+    await compute.call(lambda: None)
+    assert [item.error for item in items] == [None, None]
+    assert all(item.span is not None for item in items)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from([0.0, 0.0003, 0.001]), min_size=1, max_size=7),
+    st.lists(st.sampled_from([0.0, 0.0, 0.0004, 0.0012]), min_size=1, max_size=60),
+    st.sets(st.integers(1, 60), max_size=3),
+)
+def test_whenever_steps_come_they_keep_their_order(
+    took_s: list[float], pauses_s: list[float], broken: set[int]
+) -> None:
+    async def history() -> None:
+        compute = ComputeThread(clock=SystemClock())
+        device = Device(took_s, broken=broken)
+        compute.use(device)  # pyright: ignore[reportArgumentType]
+        items = [Item(number + 1) for number in range(len(pauses_s))]
+        for item, pause_s in zip(items, pauses_s, strict=True):
+            compute.put(item)
+            await asyncio.sleep(pause_s)
+        await compute.close()
+        submitted, collected = (
+            [int(c.split()[1]) for c in device.calls if kind in c] for kind in ("submit", "collect")
+        )
+        assert submitted == collected == [item.prepared for item in items]
+        places = {call: place for place, call in enumerate(device.calls)}
+        assert all(places[f"submit {n}"] > places[f"collect {n - 2}"] for n in submitted[2:]), "at most two at once"
+        assert {item.prepared for item in items if item.error is not None} == broken & set(submitted)
+        assert len(device.threads) == 1
+
+    asyncio.run(history())
