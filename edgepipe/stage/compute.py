@@ -99,6 +99,8 @@ class ComputeThread:
         self._wait: Wait | None = None  # for the oldest outstanding step, on the waiter's thread
         self._waits_put = 0  # ended waits in the queue of jobs, so far; written by the waiter's thread
         self._waits_taken = 0
+        self._steps_put = 0  # steps in the queue of jobs, so far; written by the thread that calls ``put``
+        self._steps_taken = 0
         self._outstanding: deque[_Outstanding] = deque()
         self._later: deque[Callable[[], object]] = deque()
         self._idle_since_s = clock.monotonic_s()
@@ -127,6 +129,7 @@ class ComputeThread:
 
     def put(self, work: Work) -> None:
         """Queue a step without blocking. The caller bounds the queue."""
+        self._steps_put += 1
         self._jobs.put(work)
 
     @property
@@ -217,7 +220,7 @@ class ComputeThread:
                 self._tell()
                 job = self._jobs.get()
             if not isinstance(job, Wait):
-                if self._wait is not None:
+                if self._wait is not None and not callable(job):
                     self._waiter.note_wait(arrived=True)
                 return job
             self._waits_taken += 1
@@ -230,6 +233,10 @@ class ComputeThread:
     def _is_full(self) -> bool:
         """Whether the device takes no step before the oldest one is collected."""
         return bool(self._outstanding) and len(self._outstanding) >= self.backend.max_submitted
+
+    @property
+    def _has_step(self) -> bool:
+        return self._steps_put > self._steps_taken
 
     def _waits_beside(self) -> bool:
         """Let the other thread wait for the oldest step. Return False if this thread waits sooner."""
@@ -250,6 +257,7 @@ class ComputeThread:
             self._mark.write(*(work.place if work is not None else (0, 0)))
 
     def _submit(self, work: Work) -> None:
+        self._steps_taken += 1
         if not work.wanted():
             return
         entered_s = self._clock.monotonic_s()
@@ -271,7 +279,7 @@ class ComputeThread:
         self._mark_oldest()
 
     def _collect(self) -> None:
-        could_take = not self._is_full and self._wait is None and not self.has_waiting
+        could_take = not self._is_full and self._wait is None and not self._has_step
         self._wait, oldest = None, self._outstanding.popleft()
         try:
             output = self.backend.collect(oldest.ticket)
@@ -282,7 +290,7 @@ class ComputeThread:
             oldest.work.failed(exc)
             return
         if could_take:
-            self._waiter.note_wait(arrived=self.has_waiting)
+            self._waiter.note_wait(arrived=self._has_step)
         self._mark_oldest()
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s

@@ -419,6 +419,18 @@ async def test_a_lone_chat_s_steps_are_waited_for_on_the_thread_again(compute: C
     assert set(waits[40:]) == {"collect"}
 
 
+async def test_calls_that_come_during_a_step_start_no_other_thread(compute: ComputeThread) -> None:
+    device = Device()
+    compute.use(device)  # pyright: ignore[reportArgumentType]
+    for number in range(3):
+        compute.put(Item(number))
+        assert await device.begun() == ("collect", number)
+        called = asyncio.ensure_future(compute.call(lambda: None))
+        await asyncio.sleep(0)
+        device.end(number)
+        await called
+
+
 @pytest.mark.parametrize("last", ["close", "call"])
 async def test_a_call_waits_for_a_step_that_another_thread_waits_for(compute: ComputeThread, last: str) -> None:
     device = Device()
