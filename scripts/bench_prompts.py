@@ -73,6 +73,7 @@ _CHAT_CONTEXT = 400  # tokens of a chat beside the prompt, in the mean
 _SAME = 1.01  # ratio of two times that jitter alone explains
 _RIVAL_GOALS_S = (0.025, 0.05, 0.1, inf)  # what a user may set, as a rival has its budget; infinite: off
 _DEFAULT_GOAL_S = 0.1
+_MIXED_REQUESTS = 40
 _BUDGETS = (256, 512, 1024, 2048, 4096)  # tokens of a rival's step
 
 
@@ -190,8 +191,8 @@ def rival_rows(full: bool) -> list[Row]:
     The first rows of a mix are stricter: the default goal against the best of each figure, whichever rival has it. One
     rival has the least TTFT since it makes chats wait for seconds, the other the least ITL since prompts starve.
     """
-    seeds, budgets, requests = (_SEEDS, _BUDGETS, 80) if full else (_SEEDS[:1], _BUDGETS[1::2], 40)
-    drawn = [make_mixes(seed=seed, requests=requests) for seed in seeds]
+    seeds, budgets = (_SEEDS, _BUDGETS) if full else (_SEEDS[:1], _BUDGETS[1::2])
+    drawn = [make_mixes(seed=seed, requests=_MIXED_REQUESTS) for seed in seeds]
     rows: list[Row] = []
     for mixes in zip(*drawn, strict=True):
         cases = [mix.case for mix in mixes]

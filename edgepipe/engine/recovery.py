@@ -176,7 +176,7 @@ class Recovery:
         """Return the current activity for people. During a pause, it says when the next attempt is made."""
         if self.wake_at_s is None or not self.is_pausing:
             return self.message
-        return f"{self.message}; the next attempt is in {ceil(max(0.0, self.wake_at_s - now_s))} s"
+        return f"{self.message}; the next attempt is in {max(1, ceil(self.wake_at_s - now_s))} s"
 
     @property
     def is_pausing(self) -> bool:

@@ -241,6 +241,9 @@ def test_while_nothing_changes_attempts_become_rare_and_a_machine_that_joins_is_
     steps.planned(ask, HERE)
     assert steps.core.state is State.WAITING
     assert steps.core.doing(steps.now_s + 1.5) == "its connection broke; the next attempt is in 299 s"
+    assert steps.core.doing(steps.core.wake_at_s or 0.0) == "its connection broke; the next attempt is in 1 s", (
+        "at once"
+    )
     assert steps.handle(ClusterChanged(reachable=reachable("abc"))) == [], "memory that changes is no reason"
     steps.now_s += 1.0
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abcd")))
