@@ -224,6 +224,8 @@ DEVICE u32 two_bytes(u32 first, int of_first, u32 second, int of_second) {
     return (first >> 8 * of_first & 0xFF) | (second >> 8 * of_second & 0xFF) << 16 | 0xA500A500;  // anything
 }
 
+DEVICE u32 rounded_pair(float lower, float upper) { return host::to_bf16(lower) | host::to_bf16(upper) << 16; }
+
 DEVICE u32 masked_or(u32 value, u32 mask, u32 set) { return (value & mask) | set; }
 
 DEVICE u32 fma_bf16_pair(u32 a, u32 b, u32 c) {

@@ -276,50 +276,60 @@ DEVICE void multiply_part(
 }
 
 // Write values [count, in_features] in bf16, rounded once: of out features ``ids``, or of ``first`` and up without ids.
+//
+// A thread writes half of a row of a tile: lanes 2 * half and 2 * half + 1 hold eight neighbours of each 16 inputs.
 KERNEL(dequantise)(Weight weight, const long long *ids, int first, int count, u16 *out) {
     SHARED_MEMORY(shared);
     u32 *table = reinterpret_cast<u32 *>(shared);
     fill_table(table);
     synchronise();
-    const u64 words = static_cast<u64>(count) * weight.input_tiles * 16;
-    const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
-    for (u64 index = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; index < words; index += step) {
-        const int t = index & 3, w = index >> 2 & 3;
-        const int input_tile = index / 16 % weight.input_tiles, entry = index / 16 / weight.input_tiles;
-        const u64 out_feature = ids ? static_cast<u64>(ids[entry]) : static_cast<u64>(first + entry);
+    const u32 halves = 2u * count * weight.input_tiles;
+    for (u32 index = blockIdx.x * blockDim.x + threadIdx.x; index < halves; index += gridDim.x * blockDim.x) {
+        const u32 half = index & 1, entry = index / 2 / weight.input_tiles;
+        const int input_tile = index / 2 - entry * weight.input_tiles;
+        const int out_feature = ids ? static_cast<int>(ids[entry]) : first + static_cast<int>(entry);
         const int row_tile = out_feature / TILE_ROWS, row = out_feature % TILE_ROWS;
+        const u64 tile = static_cast<u64>(row_tile) * weight.input_tiles + input_tile;
+        const u64 words = (tile * TILE_ROWS + row) * 4 + 2 * half;
+        Bytes<16> low[2];
+        Bytes<4 * HIGH_WORDS> high[2];
+#pragma unroll
+        for (int lane = 0; lane < 2; lane++) {
+            low[lane].load(weight.low, words + lane);
+            if constexpr (HIGH != 0) high[lane].load(weight.high, words + lane);
+        }
         RowScales scales;
         scales.load(weight, row_tile, input_tile, row);
-        const u64 tile = static_cast<u64>(row_tile) * weight.input_tiles + input_tile;
-        const u64 lane_words = (tile * TILE_ROWS + row) * 4 + t;
-        const u32 low = weight.low[lane_words * 4 + w];
-        const u32 high = HIGH ? weight.high[lane_words * HIGH + w * HIGH / 4] : 0;
+        const int input = input_tile * TILE_INPUTS + 8 * half;
+        u16 *to = out + static_cast<u64>(entry) * weight.in_features + input;
 #pragma unroll
-        for (int s = 0; s < 2; s++) {
-            const int input = input_tile * TILE_INPUTS + 32 * w + 16 * s + 4 * t;
-            if (input >= weight.in_features) continue;
-            const int group = group_of((32 * w + 16 * s) / SEGMENT);
+        for (int part = 0; part < TILE_INPUTS / 16; part++) {
+            if (input + 16 * part >= weight.in_features) continue;
+            const int w = part / 2, group = group_of(16 * part / SEGMENT);
             const u32 shift = level_shift(scales.zero(weight, group));
             const float scale = scales.scale.get(group);
-            u32 pairs[2];
+            u32 pairs[4];
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float found[2] = {0.0f, 0.0f};
+            for (int pair = 0; pair < 4; pair++) {
+                const int lane = pair / 2, j = 2 * (part % 2) + pair % 2;
+                const u32 high_word = HIGH ? high[lane].words[w * HIGH / 4] : 0;
+                float values[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int term = 0; term < TERMS; term++) {
-                    const u32 levels_found = level_pair(low, high, w, 2 * s + r, shift, table + 256 * term);
-                    found[0] += bits_as_float(levels_found << 16);
-                    found[1] += bits_as_float(levels_found & 0xFFFF0000u);
+                    const u32 levels_found = level_pair(low[lane].words[w], high_word, w, j, shift, table + 256 * term);
+                    values[0] += bits_as_float(levels_found << 16);
+                    values[1] += bits_as_float(levels_found & 0xFFFF0000u);
                 }
-                float values[2] = {scale * found[0], scale * found[1]};
+                values[0] *= scale;
+                values[1] *= scale;
 #if OFFSET == 3
-                values[0] += scales.offset.get(group);
-                values[1] += scales.offset.get(group);
+                const float offset = scales.offset.get(group);
+                values[0] += offset;
+                values[1] += offset;
 #endif
-                pairs[r] = float_as_bf16(values[0]) | static_cast<u32>(float_as_bf16(values[1])) << 16;
+                pairs[pair] = rounded_pair(values[0], values[1]);
             }
-            *reinterpret_cast<uint2 *>(out + static_cast<u64>(entry) * weight.in_features + input) =
-                make_uint2(pairs[0], pairs[1]);
+            *reinterpret_cast<uint4 *>(to + 16 * part) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
 }

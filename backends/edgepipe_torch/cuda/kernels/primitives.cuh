@@ -42,6 +42,13 @@ DEVICE u16 float_as_half(float value) {
     return bits;
 }
 
+// Round two floats to bf16, to nearest, ties to even: the first one in the lower half.
+DEVICE u32 rounded_pair(float lower, float upper) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+    return pair;
+}
+
 // A byte of each word in the lower bytes of a word's halves; the upper bytes may hold anything.
 DEVICE u32 two_bytes(u32 first, int of_first, u32 second, int of_second) {
     return __byte_perm(first, second, of_first | (4 + of_second) << 8);

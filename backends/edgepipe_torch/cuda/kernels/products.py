@@ -128,7 +128,7 @@ class Products:
         count = len(rows)
         if not count:
             return
-        blocks = -(-count * weight.input_tiles * 16 // THREADS)
+        blocks = -(-count * weight.input_tiles * 2 // THREADS)  # a thread writes half of a row of a tile
         self._module.launch(
             "dequantise",
             blocks=min(blocks, 64 * self._multiprocessors),
