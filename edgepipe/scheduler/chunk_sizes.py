@@ -61,4 +61,5 @@ def largest_chunk(slices: Sequence[Callable[[StepWork], float]], position: int, 
 
 
 def chunk_work(position: int, tokens: int) -> StepWork:
+    """Return the work of a step with one chunk of a prompt, which begins at ``position``."""
     return StepWork(tokens, 1, position + tokens, tokens * (position + (tokens + 1) / 2), 1)

@@ -95,10 +95,8 @@ class ComputeThread:
         self._waiting: WaitingBackend | None = None  # the backend, if it can wait on another thread
         self._times = StepTimes()
         self._jobs: SimpleQueue[Work | Callable[[], None] | Wait] = SimpleQueue()
-        self._waiter = StepWaiter(name=f"{name}-wait", tell=self._waited)
+        self._waiter = StepWaiter(name=f"{name}-wait", tell=self._jobs.put)
         self._wait: Wait | None = None  # for the oldest outstanding step, on the waiter's thread
-        self._waits_put = 0  # ended waits in the queue of jobs, so far; written by the waiter's thread
-        self._waits_taken = 0
         self._steps_put = 0  # steps in the queue of jobs, so far; written by the thread that calls ``put``
         self._steps_taken = 0
         self._outstanding: deque[_Outstanding] = deque()
@@ -134,8 +132,8 @@ class ComputeThread:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the thread has something to do besides the steps on the device."""
-        return self._jobs.qsize() > self._waits_put - self._waits_taken
+        """Whether a step waits that the device does not hold yet."""
+        return self._steps_put > self._steps_taken
 
     def later(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` on this thread before it next waits or computes. Call it on the compute thread."""
@@ -220,10 +218,11 @@ class ComputeThread:
                 self._tell()
                 job = self._jobs.get()
             if not isinstance(job, Wait):
-                if self._wait is not None and not callable(job):
-                    self._waiter.note_wait(arrived=True)
+                if not callable(job):
+                    self._steps_taken += 1
+                    if self._wait is not None:
+                        self._waiter.note_wait(arrived=True)
                 return job
-            self._waits_taken += 1
             if job is self._wait:  # others were for steps that are collected
                 self._waiter.note_wait(arrived=False)
                 return None
@@ -234,20 +233,11 @@ class ComputeThread:
         """Whether the device takes no step before the oldest one is collected."""
         return bool(self._outstanding) and len(self._outstanding) >= self.backend.max_submitted
 
-    @property
-    def _has_step(self) -> bool:
-        return self._steps_put > self._steps_taken
-
     def _waits_beside(self) -> bool:
         """Let the other thread wait for the oldest step. Return False if this thread waits sooner."""
         if self._wait is None and self._waiting is not None and self._waiter.pays:
             self._wait = self._waiter.begin(self._waiting, self._outstanding[0].ticket)
         return self._wait is not None
-
-    def _waited(self, wait: Wait) -> None:
-        """Wake the compute thread. Runs on the waiter's."""
-        self._waits_put += 1
-        self._jobs.put(wait)
 
     def _mark_oldest(self) -> None:
         self._mark_at(self._outstanding[0].work if self._outstanding else None)
@@ -257,7 +247,6 @@ class ComputeThread:
             self._mark.write(*(work.place if work is not None else (0, 0)))
 
     def _submit(self, work: Work) -> None:
-        self._steps_taken += 1
         if not work.wanted():
             return
         entered_s = self._clock.monotonic_s()
@@ -279,7 +268,7 @@ class ComputeThread:
         self._mark_oldest()
 
     def _collect(self) -> None:
-        could_take = not self._is_full and self._wait is None and not self._has_step
+        could_take = not self._is_full and self._wait is None and not self.has_waiting
         self._wait, oldest = None, self._outstanding.popleft()
         try:
             output = self.backend.collect(oldest.ticket)
@@ -290,7 +279,7 @@ class ComputeThread:
             oldest.work.failed(exc)
             return
         if could_take:
-            self._waiter.note_wait(arrived=self._has_step)
+            self._waiter.note_wait(arrived=self.has_waiting)
         self._mark_oldest()
         now_s = self._clock.monotonic_s()
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
